@@ -1,0 +1,23 @@
+"""Mistakes of the user, told in one or two lines, and clients that could not deliver."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+
+class UserError(Exception):
+    """Something the user can put right: shown without a traceback, exit code 2."""
+
+
+class ClientFailure(NamedTuple):
+    """Why a client that was asked gave nothing this round."""
+
+    client: int
+    reason: str
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint for a misspelt name: the closest valid one, or all of them if none is close."""
+    names = sorted(valid)
+    close = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else "valid: " + ", ".join(names)
