@@ -1,0 +1,165 @@
+"""Backbones from images to features: a three-block CNN, ResNet-8 and WRN-28."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semifed.errors import UserError
+from semifed.models.batchnorm import BatchNorm
+
+Width = float | Sequence[int] | None
+
+
+class Backbone(nn.Module):
+    """Maps images [n, channels, h, w] to vectors [n, features]."""
+
+    features: int
+
+
+class CNN(Backbone):
+    """Three blocks of conv 3x3 - batch norm - ReLU - max-pool 2, then the global mean."""
+
+    def __init__(self, channels: int, size: tuple[int, int], width: Width) -> None:
+        super().__init__()
+        widths = _block_widths((32, 64, 128) if width is None else width)
+        self.features = widths[-1]
+        self.convs = nn.ModuleList(
+            _conv3(before, after) for before, after in zip((channels, *widths), widths, strict=False)
+        )
+        self.norms = nn.ModuleList(BatchNorm(after) for after in widths)
+        self.pools: list[tuple[int, int]] = []
+        height, breadth = size
+        for _ in widths:
+            # A side that is down to one pixel is pooled no further.
+            pool = (min(2, height), min(2, breadth))
+            height, breadth = height // pool[0], breadth // pool[1]
+            self.pools.append(pool)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [n, features] of images [n, channels, h, w]."""
+        for conv, norm, pool in zip(self.convs, self.norms, self.pools, strict=True):
+            # ReLU is monotone, so it commutes with the maximum and costs a quarter after it.
+            x = F.relu(F.max_pool2d(norm(conv(x)), pool), inplace=True)
+        return x.mean((2, 3))
+
+
+class ResNet8(Backbone):
+    """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4."""
+
+    def __init__(self, channels: int, size: tuple[int, int], width: Width) -> None:
+        super().__init__()
+        widths = _stage_widths(4 if width is None else width)
+        self.features = widths[-1]
+        self.conv = _conv3(channels, widths[0])
+        self.norm = BatchNorm(widths[0])
+        self.blocks = nn.Sequential(
+            BasicBlock(widths[0], widths[0], stride=1),
+            BasicBlock(widths[0], widths[1], stride=2),
+            BasicBlock(widths[1], widths[2], stride=2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [n, features] of images [n, channels, h, w]."""
+        maps: Tensor = self.blocks(F.relu(self.norm(self.conv(x)), inplace=True))
+        return maps.mean((2, 3))
+
+
+class BasicBlock(nn.Module):
+    """conv - norm - ReLU - conv - norm, plus the input (by 1x1 conv and norm if shapes differ), ReLU."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv3(before, after, stride)
+        self.norm1 = BatchNorm(after)
+        self.conv2 = _conv3(after, after)
+        self.norm2 = BatchNorm(after)
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1 and before == after
+            else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), BatchNorm(after))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [n, after, h/stride, w/stride]."""
+        out = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        out = self.norm2(self.conv2(out))
+        out += self.shortcut(x)
+        return F.relu(out, inplace=True)
+
+
+class WideResNet28(Backbone):
+    """WRN-28 (Zagoruyko and Komodakis 2016) as in OpenMatch and SSB; `width` is the widening factor.
+
+    Where a block changes the shape, its first conv and its shortcut both take the activated input.
+    OpenMatch and SSB feed them the raw input in stages 2 and 3, which leaves one batch norm in each without
+    use or gradient.
+    """
+
+    def __init__(self, channels: int, size: tuple[int, int], width: Width) -> None:
+        super().__init__()
+        widths = _stage_widths(2 if width is None else width)
+        self.features = widths[-1]
+        self.conv = _conv3(channels, 16)
+        blocks: list[nn.Module] = []
+        before = 16
+        for after, stride in zip(widths, (1, 2, 2), strict=True):
+            for position in range(4):
+                blocks.append(PreActivationBlock(before, after, stride if position == 0 else 1))
+                before = after
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = BatchNorm(before)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [n, features] of images [n, channels, h, w]."""
+        maps = _leaky(self.norm(self.blocks(self.conv(x))))
+        return maps.mean((2, 3))
+
+
+class PreActivationBlock(nn.Module):
+    """norm - leaky ReLU - conv, twice, plus the raw input, or 1x1 conv of the active one if shapes differ."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = BatchNorm(before)
+        self.conv1 = _conv3(before, after, stride)
+        self.norm2 = BatchNorm(after)
+        self.conv2 = _conv3(after, after)
+        self.shortcut = (
+            None if stride == 1 and before == after else nn.Conv2d(before, after, 1, stride, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [n, after, h/stride, w/stride]."""
+        active = _leaky(self.norm1(x))
+        out: Tensor = self.conv2(_leaky(self.norm2(self.conv1(active))))
+        out += x if self.shortcut is None else self.shortcut(active)
+        return out
+
+
+def _conv3(before: int, after: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+
+
+def _leaky(x: Tensor) -> Tensor:
+    return F.leaky_relu(x, 0.1, inplace=True)
+
+
+def _block_widths(width: Width) -> tuple[int, int, int]:
+    match width:
+        case [int(first), int(second), int(third)] if min(first, second, third) > 0:
+            return first, second, third
+    raise UserError(
+        f"model.width: expected the channels of the cnn's three blocks, such as [32, 64, 128], not {width!r}"
+    )
+
+
+def _stage_widths(width: Width) -> tuple[int, int, int]:
+    """The channels of the three stages of a residual network: 16, 32 and 64 times the factor."""
+    if isinstance(width, bool) or not isinstance(width, int | float) or width <= 0 or 16 * width % 1:
+        raise UserError(
+            f"model.width: expected a factor that makes 16 x width a whole number of channels, "
+            f"such as 1, 2 or 0.5, not {width!r}"
+        )
+    narrow = int(16 * width)
+    return narrow, 2 * narrow, 4 * narrow

@@ -1,0 +1,161 @@
+"""The network of a run: a backbone, a classifier and named further heads, initialised from one generator."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from semifed.errors import UserError, nearest
+from semifed.models.backbones import CNN, Backbone, ResNet8, WideResNet28, Width
+from semifed.models.batchnorm import BatchNorm
+from semifed.models.heads import HeadSpec, build_head, class_head_spec, further_head_spec
+
+__all__ = ["MODELS", "HeadSpec", "Network", "Output", "build_network"]
+
+
+class Output(NamedTuple):
+    """What a network says of n images."""
+
+    logits: Tensor  # [n, classes]
+    features: Tensor  # [n, d]
+    heads: dict[
+        str, Tensor
+    ]  # by name, such as "ova" [n, 2, classes] (0 unknown, 1 known), "projection" [n, m]
+
+
+class Network(nn.Module):
+    """A backbone with a classifier and further heads on its features."""
+
+    backbone: Backbone
+    classifier: nn.Module
+    heads: nn.ModuleDict
+
+    def __init__(self, backbone: Backbone, classifier: nn.Module, heads: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.classifier = classifier
+        self.heads = nn.ModuleDict(heads)
+
+    def forward(self, x: Tensor) -> Output:
+        """Logits, features and the outputs of all further heads of images [n, channels, h, w]."""
+        features: Tensor = self.backbone(x)
+        return Output(
+            self.classifier(features), features, {name: head(features) for name, head in self.heads.items()}
+        )
+
+
+Initialiser = Callable[[Tensor, torch.Generator], object]
+
+
+def _kaiming_fan_out(weight: Tensor, generator: torch.Generator) -> None:
+    """N(0, 2 / (k² · outputs)); OpenMatch's WRN asks for leaky ReLU with no slope, so gain √2 as well."""
+    init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu", generator=generator)
+
+
+def _xavier_normal(weight: Tensor, generator: torch.Generator) -> None:
+    """N(0, 2 / (inputs + outputs))."""
+    init.xavier_normal_(weight, generator=generator)
+
+
+def _uniform_fan_in(weight: Tensor, generator: torch.Generator) -> None:
+    """U(±1/√inputs), what PyTorch gives linear and convolutional layers by default."""
+    bound = weight[0].numel() ** -0.5
+    init.uniform_(weight, -bound, bound, generator=generator)
+
+
+class _Family(NamedTuple):
+    summary: str
+    backbone: Callable[[int, tuple[int, int], Width], Backbone]
+    conv: Initialiser
+    linear: Initialiser
+    zero_bias: bool
+
+
+_FAMILIES = {
+    "cnn": _Family(
+        "three conv blocks, width = their channels (default [32, 64, 128]); quick on a CPU",
+        CNN,
+        _uniform_fan_in,
+        _uniform_fan_in,
+        zero_bias=False,
+    ),
+    "resnet8": _Family(
+        "CIFAR ResNet of 8 layers, width = multiple of 16-32-64 channels (default 4); SAGE, ProxyFL",
+        ResNet8,
+        _kaiming_fan_out,
+        _uniform_fan_in,
+        zero_bias=False,
+    ),
+    "wrn-28-2": _Family(
+        "wide ResNet of 28 layers, width = widening factor (default 2); OpenFL, SemiFL, SSB; wants a GPU",
+        WideResNet28,
+        _kaiming_fan_out,
+        _xavier_normal,
+        zero_bias=True,
+    ),
+}
+
+MODELS: dict[str, str] = {name: family.summary for name, family in _FAMILIES.items()}
+
+
+def build_network(
+    name: str,
+    *,
+    channels: int,
+    size: tuple[int, int],
+    classes: int,
+    width: Width = None,
+    head: str = "linear",
+    further: Mapping[str, str | int | HeadSpec] | None = None,
+    generator: torch.Generator,
+) -> Network:
+    """The network `name` for images [n, channels, *size], its weights drawn from the generator alone.
+
+    `head` is "linear" or "mlpN(hidden)"; `further` names more heads (see `heads.further_head_spec`).
+    Backbone and classifier are drawn first and further heads in the order of their names, so that methods
+    with different further heads start from the same classifier.
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> network = build_network("cnn", channels=1, size=(28, 28), classes=6, further={"ova": "mlp2(256)"},
+    ...                         generator=generator)
+    >>> network(torch.zeros(5, 1, 28, 28)).heads["ova"].shape
+    torch.Size([5, 2, 6])
+    """
+    if name not in _FAMILIES:
+        raise UserError(f"model.name: '{name}' is unknown; {nearest(name, _FAMILIES)}")
+    family = _FAMILIES[name]
+    if min(channels, classes, *size) < 1:
+        raise ValueError(f"no network for {channels} channels, {size} pixels and {classes} classes")
+    classifier_spec = class_head_spec(head, "model.head")
+    specs = {key: further_head_spec(key, value) for key, value in sorted((further or {}).items())}
+    # On the meta device PyTorch's own initialisation costs nothing and leaves the global random state alone.
+    with torch.device("meta"):
+        backbone = family.backbone(channels, size, width)
+        network = Network(
+            backbone,
+            build_head(classifier_spec, features=backbone.features, classes=classes, key="model.head"),
+            {
+                key: build_head(spec, features=backbone.features, classes=classes, key=f"model.heads.{key}")
+                for key, spec in specs.items()
+            },
+        )
+    network.to_empty(device=generator.device)
+    _initialise(network, family, generator)
+    return network
+
+
+@torch.no_grad()
+def _initialise(network: Network, family: _Family, generator: torch.Generator) -> None:
+    for module in network.modules():
+        match module:
+            case nn.Conv2d():
+                family.conv(module.weight, generator)
+            case nn.Linear():
+                family.linear(module.weight, generator)
+                if module.bias is not None:
+                    bound = 0.0 if family.zero_bias else module.in_features**-0.5
+                    init.uniform_(module.bias, -bound, bound, generator=generator)
+            case BatchNorm():
+                module.reset()
