@@ -31,9 +31,7 @@ def partition(
     [4, 3, 3]
     """
     if kind not in KINDS:
-        raise UserError(
-            f"scenario.partition: '{kind}' is not a way to split the data; {nearest(kind, KINDS)}"
-        )
+        raise UserError(f"scenario.partition: '{kind}' is not a way to split the data; {nearest(kind, KINDS)}")
     if clients < 1:
         raise UserError(f"scenario.clients: expected at least 1, found {clients}")
     if np.ndim(labels) != 1:
@@ -54,9 +52,7 @@ def partition(
 
 
 def _concentration(kind: str, alpha: float | None) -> float:
-    expected = (
-        f"partition '{kind}' needs a number of at least {SMALLEST_ALPHA:g} (0.1 is skewed, 100 almost even)"
-    )
+    expected = f"partition '{kind}' needs a number of at least {SMALLEST_ALPHA:g} (0.1 is skewed, 100 almost even)"
     if alpha is None:
         raise UserError(f"scenario.alpha: missing; {expected}")
     if not SMALLEST_ALPHA <= alpha < math.inf:
@@ -96,9 +92,8 @@ def _dirichlet(classes: Part, class_count: int, clients: int, alpha: float, rng:
     The classes come in random order and shuffled, because with the cap the last ones go where room is left.
     """
     wanted = min(ENOUGH_SAMPLES, len(classes) // (2 * clients))
-    members = np.split(
-        _shuffled_by_class(classes, rng), np.cumsum(np.bincount(classes, minlength=class_count))[:-1]
-    )
+    ends = np.cumsum(np.bincount(classes, minlength=class_count))
+    members = np.split(_shuffled_by_class(classes, rng), ends)[:-1]
     fewest_missing = math.inf
     for _ in range(ATTEMPTS):
         owners = _capped_draw(members, clients, alpha, rng)
@@ -118,7 +113,7 @@ def _capped_draw(members: list[Part], clients: int, alpha: float, rng: np.random
         # Somebody is below the even share as long as a sample is left, so the shares never all vanish.
         has_room = sizes * clients < total
         log_shares = np.where(has_room, _log_gamma(alpha, (clients,), rng), -np.inf)
-        shares = np.cumsum(np.exp(log_shares - log_shares.max(initial=-np.inf)))
+        shares = np.cumsum(np.exp(log_shares - log_shares.max()))
         cuts = np.floor(shares / shares[-1] * len(members[index])).astype(np.int64)
         given = np.diff(cuts, prepend=0)
         owners[members[index]] = np.repeat(np.arange(clients), given)
@@ -169,14 +164,12 @@ def _paired(classes: Part, class_count: int, clients: int, alpha: float, rng: np
 
     # Each holder's samples are in order of class: the re-cut moves first or last classes to a neighbour.
     owners = np.empty(total, np.int64)
-    owners[shuffled[np.argsort(holder, kind="stable")]] = np.repeat(
-        np.arange(clients), _even_sizes(total, clients)
-    )
+    owners[shuffled[np.argsort(holder, kind="stable")]] = np.repeat(np.arange(clients), _even_sizes(total, clients))
     return owners
 
 
 def _paired_counts(counts: Part, alpha: float, rng: np.random.Generator) -> Part:
-    """How many of `counts` [pairs, classes] go to the first of each pair; the lesser gets at least a quarter."""
+    """How many of `counts` [pairs, classes] go to the first of each pair; the lesser has at least 1/4."""
     lengths = counts.sum(axis=1)
     best, best_lesser = np.zeros_like(counts), np.full(len(counts), -1)
     open_pairs = np.arange(len(counts))
@@ -207,10 +200,8 @@ def _paired_draw(counts: Part, alpha: float, rng: np.random.Generator) -> Part:
     return drawn
 
 
-def _balanced_dirichlet(
-    classes: Part, class_count: int, clients: int, alpha: float, rng: np.random.Generator
-) -> Part:
-    """FedLPA's split: one client after the other draws an even share of what is left, by its own Dir(alpha)."""
+def _balanced_dirichlet(classes: Part, class_count: int, clients: int, alpha: float, rng: np.random.Generator) -> Part:
+    """FedLPA's split: client after client draws an even share of what is left, by its own Dir(alpha)."""
     order = _shuffled_by_class(classes, rng)
     left = np.bincount(classes, minlength=class_count)
     start = np.cumsum(left) - left
@@ -224,13 +215,11 @@ def _balanced_dirichlet(
     return owners
 
 
-def _drawn_counts(
-    left: Part, log_weights: npt.NDArray[np.float64], size: int, rng: np.random.Generator
-) -> Part:
+def _drawn_counts(left: Part, log_weights: npt.NDArray[np.float64], size: int, rng: np.random.Generator) -> Part:
     """How many of each class are in `size` weighted draws without replacement from `left` [classes] samples.
 
     Drawing one by one is a race of exponential clocks, one per sample, with its weight as rate: the first
-    `size` to ring are drawn. Only the first `size` of a class matter, and logarithms keep weights near 0 apart.
+    `size` to ring are drawn. Only the first `size` of a class matter; logarithms keep weights near 0 apart.
     """
     racing = np.minimum(left, size)
     begins = np.cumsum(racing) - racing
