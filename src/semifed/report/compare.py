@@ -1,0 +1,277 @@
+"""Runs side by side: one row for runs that differ in nothing but the seed, mean and deviation over those."""
+
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from semifed.report.figures import Point
+from semifed.report.rundir_reader import Run, find_runs, read_run
+from semifed.report.words import headline_metric, in_reading_order, setting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Settings = Mapping[str, Hashable]
+
+# What a run is about. The other tables say how a method was trained, and belong to the row rather than its block.
+_BLOCK_TABLES = ("", "scenario", "model")
+
+
+class Spread(NamedTuple):
+    """Mean and sample standard deviation (n - 1) over seeds; no deviation for one seed."""
+
+    mean: float
+    std: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that are equal in everything but seed and engine."""
+
+    method: str
+    dataset: str
+    differences: Mapping[str, str]  # the recipe keys that differ between rows, the method's name aside
+    block: tuple[str, ...]  # values of the differing keys that say what the data and the budget are
+    seeds: tuple[int, ...]
+    metrics: Mapping[str, Spread]  # last evaluated round
+    last10: Mapping[str, Spread]  # mean over the last ten evaluated rounds
+    curves: Mapping[str, Sequence[Point]]
+    seconds: Spread | None
+    megabytes_up: Spread | None
+    megabytes_down: Spread | None
+    unfinished: str  # how far the runs came; empty if they ended
+    target: float | None = None  # value of the headline metric that every row of the block reaches
+    rounds_to_target: int | None = None
+    behind_first: Spread | None = None  # headline metric against the first row of the block, seed by seed
+
+    @property
+    def label(self) -> str:
+        """The method, with the settings that tell it from other rows of its block."""
+        own = [f"{key} {value}" for key, value in self.differences.items() if not _names_block(key)]
+        return ", ".join([self.method, *own])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table of rows, sorted by scenario and then by the headline metric."""
+
+    rows: list[Row]
+    keys: list[str]  # recipe keys that differ between rows, the method's name aside
+    metrics: list[str]  # in reading order
+    headline: str
+    common: Mapping[str, Any]  # recipe of the first run
+    notes: list[str] = field(default_factory=list)
+
+    def table(self, console: "Console") -> None:
+        """Prints the table, leaving out the least important columns where the console is narrow."""
+        from semifed.report.compare_views import print_table
+
+        print_table(self, console)
+
+    def write_html(self, path: Path) -> None:
+        """Writes the table and learning curves as one HTML file that opens offline."""
+        from semifed.report.compare_views import comparison_page
+        from semifed.report.html import write_page
+
+        write_page(path, comparison_page(self))
+
+
+def compare_runs(runs: Sequence[Path]) -> Comparison:
+    """Compares run directories, or those found below directories; UserError names a path without a readable run."""
+    read = [read_run(path) for path in find_runs(runs)]
+    groups: dict[Hashable, list[Run]] = {}
+    notes = []
+    for run in read:
+        # An interrupted run must not move the mean of finished ones: it stands in a row of its own.
+        group = groups.setdefault((frozenset(_compared(run.recipe).items()), run.finished), [])
+        if any(run.seed == other.seed for other in group):
+            notes.append(f"left out, same recipe and seed as another run: {run.path}")
+        else:
+            group.append(run)
+    members = list(groups.values())
+    settings = [_compared(group[0].recipe) for group in members]
+    keys = differing_keys(settings)
+    rows = [_row(group, own, keys) for group, own in zip(members, settings, strict=True)]
+    metrics = in_reading_order({metric for row in rows for metric in (*row.metrics, *row.last10)})
+    headline = headline_metric(metrics)
+    by_seed = {id(row): group for row, group in zip(rows, members, strict=True)}
+    order = {id(row): _sort_key(row, own, keys, headline) for row, own in zip(rows, settings, strict=True)}
+    rows.sort(key=lambda row: order[id(row)])
+    finished = _with_block_columns(rows, by_seed, headline)
+    return Comparison(finished, keys, metrics, headline, read[0].recipe, notes)
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample deviation of the values that exist; None if none does."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    return Spread(
+        math.fsum(present) / len(present), statistics.stdev(present) if len(present) > 1 else None, len(present)
+    )
+
+
+def differing_keys(groups: Sequence[Settings]) -> list[str]:
+    """Dotted keys that tell groups apart, dataset and scenario first.
+
+    Fields of a table with a `name` are compared only among groups with that name: SAGE's threshold is no
+    difference to FedAvg, which has none. The same goes for tables that only some methods bring.
+    """
+    keys = dict.fromkeys(key for group in groups for key in group)
+    found = [key for key in keys if key != "method.name" and _differs(key, groups)]
+    ranks = {"": 1, "scenario": 2, "model": 3, "method": 4}
+    return sorted(found, key=lambda key: (key != "dataset", ranks.get(_table(key), 5)))
+
+
+def _differs(key: str, groups: Sequence[Settings]) -> bool:
+    table = _table(key)
+    everywhere = all(any(_table(other) == table for other in group) for group in groups)
+    seen: dict[Hashable, Hashable] = {}
+    for group in groups:
+        name = None if key == f"{table}.name" else group.get(f"{table}.name")
+        peers = (name, None if everywhere else group.get("method.name"))
+        if seen.setdefault(peers, group.get(key)) != group.get(key):
+            return True
+    return False
+
+
+def _table(key: str) -> str:
+    return key.rpartition(".")[0].partition(".")[0]
+
+
+def _names_block(key: str) -> bool:
+    return _table(key) in _BLOCK_TABLES
+
+
+def _compared(recipe: Mapping[str, Any]) -> dict[str, Hashable]:
+    """The recipe as dotted keys, without what may differ between seeds of one row."""
+    return {key: value for key, value in _flat(recipe) if key != "seed" and _table(key) != "engine"}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Hashable]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _hashable(value)
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(key), _hashable(inner)) for key, inner in value.items()))
+    if isinstance(value, list):
+        return tuple(_hashable(inner) for inner in value)
+    return value if isinstance(value, Hashable) else str(value)
+
+
+def _row(group: Sequence[Run], own: Settings, keys: Sequence[str]) -> Row:
+    metrics = in_reading_order({metric for run in group for metric in run.metrics})
+    megabytes = {
+        name: spread(None if (total := run.total(name)) is None else total / 1e6 for run in group)
+        for name in ("bytes_up", "bytes_down")
+    }
+    return Row(
+        method=group[0].method,
+        dataset=group[0].dataset,
+        differences={key: setting(own.get(key)) for key in keys},
+        block=tuple(setting(own.get(key)) for key in keys if _names_block(key)),
+        seeds=tuple(sorted(run.seed for run in group)),
+        metrics=_spreads(metrics, [run.metrics for run in group]),
+        last10=_spreads(metrics, [run.metrics_last10 for run in group]),
+        curves={metric: _curve(group, metric) for metric in metrics},
+        seconds=spread(run.total("seconds") for run in group),
+        megabytes_up=megabytes["bytes_up"],
+        megabytes_down=megabytes["bytes_down"],
+        unfinished="" if group[0].finished else _progress(group),
+    )
+
+
+def _spreads(metrics: Sequence[str], values: Sequence[Mapping[str, float | None]]) -> dict[str, Spread]:
+    found = {metric: spread(own.get(metric) for own in values) for metric in metrics}
+    return {metric: value for metric, value in found.items() if value is not None}
+
+
+def _progress(group: Sequence[Run]) -> str:
+    reached = sorted({run.last_round or 0 for run in group})
+    rounds = str(reached[0]) if len(reached) == 1 else f"{reached[0]}–{reached[-1]}"
+    planned = group[0].planned_rounds
+    return f"round {rounds}" + ("" if planned is None else f" of {planned}")
+
+
+def _curve(group: Sequence[Run], metric: str) -> list[Point]:
+    """Mean and range over seeds, at the rounds in which every seed was tested."""
+    by_run = [{line.number: line.metrics.get(metric) for line in run.evaluated} for run in group]
+    common = sorted(set.intersection(*(set(values) for values in by_run)))
+    points = []
+    for number in common:
+        values = [own[number] for own in by_run]
+        present = [value for value in values if value is not None]
+        if len(present) < len(values):
+            points.append(Point(number, None))
+        elif len(present) == 1:
+            points.append(Point(number, present[0]))
+        else:
+            points.append(Point(number, math.fsum(present) / len(present), min(present), max(present)))
+    return points
+
+
+def _sort_key(row: Row, own: Settings, keys: Sequence[str], headline: str) -> tuple[Any, ...]:
+    block = tuple(_orderable(own.get(key)) for key in keys if _names_block(key))
+    reached = row.metrics.get(headline)
+    return block, bool(row.unfinished), -reached.mean if reached else math.inf, row.method, row.label
+
+
+def _orderable(value: Hashable) -> tuple[int, float, str]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, float(value), ""
+    return 1, 0.0, setting(value)
+
+
+def _with_block_columns(rows: Sequence[Row], runs: Mapping[int, Sequence[Run]], headline: str) -> list[Row]:
+    """Adds what only a row's neighbours define: the common target, and the distance to the first row."""
+    from dataclasses import replace
+
+    complete = []
+    for row in rows:
+        block = [other for other in rows if other.block == row.block]
+        ended = [other for other in block if not other.unfinished]
+        target = _common_target(ended, headline) if len(ended) > 1 else None
+        first = block[0]
+        complete.append(
+            replace(
+                row,
+                target=target,
+                rounds_to_target=None if target is None else _first_reached(row.curves.get(headline, ()), target),
+                behind_first=None
+                if row is first or row.unfinished or first.unfinished
+                else _paired_difference(runs[id(row)], runs[id(first)], headline),
+            )
+        )
+    return complete
+
+
+def _common_target(rows: Sequence[Row], headline: str) -> float | None:
+    """A whole percent that every row reaches, by its mean over the last ten tests."""
+    means = [row.last10[headline].mean for row in rows if headline in row.last10]
+    if len(means) < len(rows):
+        return None
+    # 0.58 * 100 is 57.99…: without the nudge the floor would lose a percent.
+    return math.floor(100 * min(means) + 1e-9) / 100
+
+
+def _first_reached(curve: Sequence[Point], target: float) -> int | None:
+    return next((point.round for point in curve if point.value is not None and point.value >= target - 1e-12), None)
+
+
+def _paired_difference(runs: Sequence[Run], first: Sequence[Run], headline: str) -> Spread | None:
+    reference = {run.seed: run.metrics.get(headline) for run in first}
+    differences = []
+    for run in runs:
+        here, there = run.metrics.get(headline), reference.get(run.seed)
+        if here is not None and there is not None:
+            differences.append(here - there)
+    return spread(differences)

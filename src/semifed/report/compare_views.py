@@ -1,0 +1,241 @@
+"""A comparison for the terminal and for the browser."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from semifed.report.compare import Comparison, Row, Spread
+from semifed.report.figures import LegendEntry, Series, legend, line_chart
+from semifed.report.html import render
+from semifed.report.words import MISSING, brief_duration, count, is_fraction, metric_title, metric_value, scenario_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHORT = {
+    "auroc_seen": "AUROC\nseen",
+    "auroc_overall": "AUROC\noverall",
+    "fpr95_seen": "FPR95\nseen",
+    "aupr_seen": "AUPR\nseen",
+}
+_GAP = 2  # blanks between columns of the terminal
+
+
+class Column(NamedTuple):
+    """A column of the comparison; those of the highest rank give way first in a narrow terminal."""
+
+    heading: str
+    meaning: str
+    cells: Sequence[str]
+    numeric: bool
+    rank: int
+
+    @property
+    def width(self) -> int:
+        """Characters it takes in a terminal."""
+        return max(len(line) for text in (self.heading, *self.cells) for line in text.split("\n"))
+
+
+class Panel(NamedTuple):
+    """Learning curves of the rows of one block."""
+
+    title: str
+    note: str
+    svg: object
+    legend: Sequence[LegendEntry]
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """All columns in reading order."""
+    rows, headline = comparison.rows, comparison.headline
+    found = [Column("method", "", [row.method + (" †" if row.unfinished else "") for row in rows], False, 0)]
+    for key in comparison.keys:
+        cells = [row.differences[key] for row in rows]
+        numeric = all(_is_number(cell) or cell == MISSING for cell in cells)
+        found.append(Column(key.replace(".", ".\n", 1), "", cells, numeric, 0))
+    found.append(Column("seeds", "", [str(len(row.seeds)) for row in rows], True, 0))
+    for metric in comparison.metrics:
+        found += _metric_columns(comparison, metric)
+        if metric == headline and any(row.behind_first for row in rows):
+            cells = [_first_or_difference(row) for row in rows]
+            meaning = f"{metric_title(headline)} minus that of the first row of the block, seed by seed"
+            found.append(Column("vs\nfirst", meaning, cells, True, 6))
+    found += _cost_columns(rows, headline)
+    return found
+
+
+def print_table(comparison: Comparison, console: "Console") -> None:
+    """The table in a terminal, as many columns as fit, with notes on how to read it."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    everything = columns(comparison)
+    shown = _fitting(everything, console.width)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in shown:
+        heading = Text(column.heading)
+        if column.numeric:
+            table.add_column(heading, justify="right", vertical="top", no_wrap=True, min_width=column.width)
+        else:
+            table.add_column(heading, vertical="top", overflow="fold")
+    for position, row in enumerate(comparison.rows):
+        ends_block = position + 1 < len(comparison.rows) and comparison.rows[position + 1].block != row.block
+        table.add_row(*(Text(column.cells[position]) for column in shown), end_section=ends_block)
+    console.print(Text(_subject(comparison), style="bold"))
+    console.print(table)
+    left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
+    for note in [*reading_notes(comparison), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]:
+        console.print(Text(note, style="dim"))
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The comparison as HTML text."""
+    rows = comparison.rows
+    starts = [position > 0 and rows[position - 1].block != row.block for position, row in enumerate(rows)]
+    return render(
+        "compare.html.j2",
+        subject=_subject(comparison),
+        columns=columns(comparison),
+        row_count=len(rows),
+        starts_block=starts,
+        notes=reading_notes(comparison),
+        panels=_panels(comparison),
+    )
+
+
+def reading_notes(comparison: Comparison) -> list[str]:
+    """What the numbers are, and which runs need a caveat."""
+    rows = comparison.rows
+    several = any(len(row.seeds) > 1 for row in rows)
+    notes = [
+        "Metrics in percent after the last round; last 10: mean of the last ten tests."
+        + (" Mean ± sample standard deviation over seeds." if several else "")
+    ]
+    if any(row.target is not None for row in rows):
+        notes.append(f"to N %: first round in which the mean {comparison.headline} of the seeds reaches it.")
+    notes += [f"† unfinished, {row.unfinished}: {row.label}" for row in rows if row.unfinished]
+    return notes + comparison.notes
+
+
+def spread_text(metric: str, value: Spread | None, expected: int) -> str:
+    """`81.2 ± 0.5`; says over how many seeds where some have no value."""
+    if value is None:
+        return MISSING
+    text = metric_value(metric, value.mean)
+    if value.std is not None:
+        text += f" ± {metric_value(metric, value.std)}"
+    return text if value.n == expected else f"{text} ({value.n} of {expected})"
+
+
+def _metric_columns(comparison: Comparison, metric: str) -> list[Column]:
+    rows = comparison.rows
+    last = [spread_text(metric, row.metrics.get(metric), len(row.seeds)) for row in rows]
+    headline = metric == comparison.headline
+    rank = 1 if headline else {"auroc_seen": 2, "auroc_overall": 2, "old": 2, "new": 2}.get(metric, 7)
+    heading = _SHORT.get(metric, metric.replace("auroc_unseen.", "AUROC\n"))
+    found = [Column(heading, metric_title(metric), last, True, rank)]
+    if headline:
+        mean = [spread_text(metric, row.last10.get(metric), len(row.seeds)) for row in rows]
+        found.append(Column("last 10", f"{metric_title(metric)}, mean of the last ten tests", mean, True, 1))
+    return found
+
+
+def _cost_columns(rows: Sequence[Row], headline: str) -> list[Column]:
+    found = []
+    targets = {row.target for row in rows}
+    if targets - {None}:
+        shared = len(targets) == 1
+        cells = [_target_cell(row, shared) for row in rows]
+        heading = f"to {_percent(rows[0].target)}" if shared else "rounds to"
+        found.append(
+            Column(heading, f"Rounds until {metric_title(headline)} reaches a value all rows reach", cells, True, 3)
+        )
+    seconds = [brief_duration(row.seconds.mean if row.seconds else None) for row in rows]
+    found.append(Column("time", "Mean time of a run", seconds, True, 4))
+    for heading, name in (("MB up", "megabytes_up"), ("MB down", "megabytes_down")):
+        amounts: list[Spread | None] = [getattr(row, name) for row in rows]
+        cells = [MISSING if amount is None else _three_digits(amount.mean) for amount in amounts]
+        found.append(Column(heading.replace(" ", "\n"), f"Mean traffic of a run, {heading}", cells, True, 5))
+    return found
+
+
+def _target_cell(row: Row, shared: bool) -> str:
+    if row.target is None:
+        return MISSING
+    reached = MISSING if row.rounds_to_target is None else str(row.rounds_to_target)
+    return reached if shared else f"{_percent(row.target)}: {reached}"
+
+
+def _percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.0f} %"
+
+
+def _first_or_difference(row: Row) -> str:
+    if row.behind_first is None:
+        return ""
+    text = f"{100 * row.behind_first.mean:+.1f}".replace("-", "−")
+    return text if row.behind_first.std is None else f"{text} ± {100 * row.behind_first.std:.1f}"
+
+
+def _three_digits(amount: float) -> str:
+    return count(amount) if amount >= 99.5 else f"{amount:.3g}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _fitting(everything: Sequence[Column], width: int) -> list[Column]:
+    shown = list(everything)
+    while sum(column.width + _GAP for column in shown) - _GAP > width:
+        last_to_keep = max(shown, key=lambda column: column.rank)
+        if last_to_keep.rank == 0:
+            break
+        shown = [column for column in shown if column.rank < last_to_keep.rank]
+    return shown
+
+
+def _subject(comparison: Comparison) -> str:
+    """What all rows have in common, as far as words exist for it."""
+    differing = {key.removeprefix("scenario.") for key in comparison.keys if key.startswith("scenario.")}
+    scenario = comparison.common.get("scenario") or {}
+    words = scenario_words({key: value for key, value in scenario.items() if key not in differing})
+    dataset = "" if "dataset" in comparison.keys else comparison.rows[0].dataset
+    runs = sum(len(row.seeds) for row in comparison.rows)
+    about = ": ".join(part for part in (dataset, words) if part)
+    return f"{about}{'. ' if about else ''}{runs} run{'' if runs == 1 else 's'}"
+
+
+def _panels(comparison: Comparison) -> list[Panel]:
+    from markupsafe import Markup
+
+    labels = dict.fromkeys(row.label for row in comparison.rows)
+    styles = {label: position for position, label in enumerate(labels)}
+    blocks = dict.fromkeys(row.block for row in comparison.rows)
+    drawn = [metric for metric in comparison.metrics if is_fraction(metric)]
+    chosen = [metric for metric in (comparison.headline, "auroc_seen", "auroc_overall", "new") if metric in drawn]
+    panels = []
+    for block in blocks:
+        rows = [row for row in comparison.rows if row.block == block]
+        names = [key for key in rows[0].differences if key.partition(".")[0] in ("scenario", "model") or "." not in key]
+        about = ", ".join(f"{name} {value}" for name, value in zip(names, block, strict=True))
+        for metric in chosen:
+            lines = [Series(row.label, row.curves[metric], styles[row.label]) for row in rows if row.curves.get(metric)]
+            if not lines:
+                continue
+            ends = [metric_value(metric, line.points[-1].value) for line in lines]
+            spoken = "; ".join(f"{line.name} ends at {end} percent" for line, end in zip(lines, ends, strict=True))
+            description = f"{metric_title(metric)} against rounds{f', {about}' if about else ''}: {spoken}."
+            panels.append(
+                Panel(
+                    metric_title(metric),
+                    about,
+                    Markup(line_chart(lines, description, percent=True)),
+                    [legend(line, end) for line, end in zip(lines, ends, strict=True)],
+                )
+            )
+    return panels

@@ -1,0 +1,126 @@
+"""Curves and histograms as inline SVG; matplotlib is imported when the first one is drawn."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from semifed.report.svg import PALETTE, SERIES_COUNT, inline_svg, page_style, series_colour
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH, _HEIGHT = 3.9, 2.25  # inches; scaled to the column by the page
+_DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (1.2, 1.4), (6, 1.5, 1.2, 1.5))
+_MARKERS_UP_TO = 25
+
+
+class Point(NamedTuple):
+    """A value at a round; `low` and `high` bound the seeds where there are several, None breaks the line."""
+
+    round: int
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+class Series(NamedTuple):
+    """A line of a chart; `style` picks its colour, and its dashes from the ninth on."""
+
+    name: str
+    points: Sequence[Point]
+    style: int
+
+
+class LegendEntry(NamedTuple):
+    """What the page writes beside a chart for one of its lines."""
+
+    name: str
+    colour: str  # name of a CSS variable
+    dash: int
+    value: str
+
+
+def legend(series: Series, value: str) -> LegendEntry:
+    """The legend of a series, with the value it ends at."""
+    return LegendEntry(
+        series.name, f"series-{series.style % SERIES_COUNT + 1}", series.style // SERIES_COUNT % len(_DASHES), value
+    )
+
+
+def line_chart(series: Sequence[Series], description: str, *, percent: bool) -> str:
+    """Values against rounds; fractions are drawn in percent."""
+    scale = 100.0 if percent else 1.0
+    with page_style():
+        figure, axes = _chart()
+        for line in series:
+            _draw_line(axes, line, scale)
+        _round_axis(axes)
+        if percent:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -2.0), min(high, 102.0))
+            axes.yaxis.set_major_formatter("{x:g} %")
+        else:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        return inline_svg(figure, description)
+
+
+def score_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[float]], description: str) -> str:
+    """Shares of images over an unknown score, one outline a test set; the first is the known classes."""
+    with page_style():
+        figure, axes = _chart()
+        for position, values in enumerate(counts.values()):
+            total = math.fsum(values)
+            shares = [100 * value / total if total else 0.0 for value in values]
+            axes.stairs(shares, edges, fill=True, color=series_colour(position), alpha=0.16, linewidth=0)
+            axes.stairs(shares, edges, color=series_colour(position), linewidth=1.3)
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.01)
+        axes.yaxis.set_major_formatter("{x:g} %")
+        axes.set_xlabel("unknown score", loc="right", labelpad=1)
+        return inline_svg(figure, description)
+
+
+def _chart() -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(_WIDTH, _HEIGHT))
+    axes = figure.add_axes((0.105, 0.17, 0.875, 0.79))
+    axes.grid(axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    return figure, axes
+
+
+def _draw_line(axes: "Axes", line: Series, scale: float) -> None:
+    colour = series_colour(line.style)
+    rounds = [point.round for point in line.points]
+    drawn = [math.nan if point.value is None else scale * point.value for point in line.points]
+    alone = len(drawn) <= _MARKERS_UP_TO
+    axes.plot(
+        rounds,
+        drawn,
+        color=colour,
+        linewidth=1.5,
+        dashes=_DASHES[line.style // SERIES_COUNT % len(_DASHES)] or (None, None),
+        marker="o" if alone else None,
+        markersize=2.6,
+        solid_capstyle="round",
+    )
+    band = [
+        (point.round, scale * point.low, scale * point.high)
+        for point in line.points
+        if point.low is not None and point.high is not None
+    ]
+    if band:
+        at, low, high = zip(*band, strict=True)
+        axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _round_axis(axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.margins(x=0.02)
+    axes.set_xlabel("round", loc="right", labelpad=1, color=PALETTE["quiet"].light)

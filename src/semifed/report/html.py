@@ -1,0 +1,39 @@
+"""HTML pages from the templates of this package: one file each, nothing loaded from anywhere."""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from semifed.report.svg import PALETTE
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def render(template: str, **context: object) -> str:
+    """The page of a template; every value is escaped unless it is Markup."""
+    return _environment().get_template(template).render(palette=PALETTE, **context)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes the page so that a reader sees the old one or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("semifed.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

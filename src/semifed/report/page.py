@@ -1,0 +1,398 @@
+"""`report.html`: one run for a reader who has not seen the project."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from semifed.errors import UserError
+from semifed.report.figures import LegendEntry, Point, Series, legend, line_chart, score_histogram
+from semifed.report.html import render, write_page
+from semifed.report.partition import draw_partition
+from semifed.report.rundir_reader import RoundLine, Run, finite, read_run
+from semifed.report.words import (
+    MISSING,
+    budget_words,
+    count,
+    duration,
+    headline_metric,
+    in_reading_order,
+    is_fraction,
+    metric_meaning,
+    metric_title,
+    metric_value,
+    scenario_words,
+    setting,
+    traffic,
+)
+
+_CLASSES_SHOWN = 30
+_CLASSES_AT_EACH_END = 10
+
+
+class KeyFigure(NamedTuple):
+    """A number worth reading first."""
+
+    title: str
+    value: str
+    unit: str
+    note: str
+
+
+class Chart(NamedTuple):
+    """A figure with the words around it."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[LegendEntry]
+
+
+class ClassRow(NamedTuple):
+    """Accuracy on the test images of one class."""
+
+    name: str
+    percent: str
+    width: float  # of the bar, in percent
+    images: str
+
+
+class FailureRow(NamedTuple):
+    """A reason clients gave nothing, and how often."""
+
+    reason: str
+    times: int
+    clients: str
+    rounds: str
+
+
+def write_report(run: Path) -> Path:
+    """Writes `report.html` into the run directory, from the files in it alone, and returns its path."""
+    target = run / "report.html"
+    write_page(target, report_page(read_run(run)))
+    return target
+
+
+def report_page(run: Run) -> str:
+    """The report as HTML text."""
+    lowest, highest, classes = _class_rows(run)
+    return render(
+        "report.html.j2",
+        method=run.method,
+        dataset=run.dataset,
+        scenario=scenario_words(run.table("scenario")),
+        budget=budget_words(run),
+        unfinished=_unfinished_words(run),
+        key_figures=_key_figures(run),
+        best=_best_words(run),
+        curves=_curves(run),
+        last_rounds=_last_rounds(run),
+        pseudo_charts=_pseudo_charts(run),
+        partition=_partition(run),
+        lowest=lowest,
+        highest=highest,
+        classes=classes,
+        histogram=_histogram(run),
+        failures=_failure_rows(run),
+        asked=sum(line.client_count for line in run.rounds),
+        settings=_settings(run.recipe),
+        provenance=_provenance(run),
+        versions=sorted((run.summary.get("versions") or {}).items()),
+    )
+
+
+def _unfinished_words(run: Run) -> str:
+    if run.finished:
+        return ""
+    planned = "" if run.planned_rounds is None else f" of {count(run.planned_rounds)}"
+    if run.last_round is None:
+        return f"No round has been recorded yet{planned and f' (of {count(run.planned_rounds)} planned)'}."
+    return f"The last recorded round is {run.last_round}{planned}. The numbers below are those so far, not a result."
+
+
+def _key_figures(run: Run) -> list[KeyFigure]:
+    headline = headline_metric(run.metrics)
+    figures = []
+    if run.evaluated or run.metrics:
+        at = f"round {run.evaluated[-1].number}" if run.evaluated else "last round"
+        mean_of = f"mean of the last {min(10, len(run.evaluated)) or 10} tests"
+        unit = "%" if is_fraction(headline) else ""
+        title = metric_title(headline)
+        figures = [
+            KeyFigure(title, metric_value(headline, run.metrics.get(headline)), unit, at),
+            KeyFigure(title, metric_value(headline, run.metrics_last10.get(headline)), unit, mean_of),
+        ]
+        figures += [
+            KeyFigure(metric_title(metric), metric_value(metric, run.metrics.get(metric)), "%", at)
+            for metric in ("old", "new", "auroc_seen", "auroc_overall")
+            if metric in run.metrics
+        ]
+    seconds = run.total("seconds")
+    speed = finite(run.summary.get("images_per_second"))
+    images = run.total("images")
+    if speed is None and images and seconds:
+        speed = images / seconds
+    up, down = traffic(run.total("bytes_up")), traffic(run.total("bytes_down"))
+    return [
+        *figures,
+        KeyFigure("Sent by the clients", *_split_unit(up), f"{down} sent to them"),
+        KeyFigure("Time", duration(seconds), "", f"{count(speed)} images a second"),
+    ]
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    number, _, unit = text.partition(" ")
+    return number, unit
+
+
+def _best_words(run: Run) -> str:
+    best = run.summary.get("best") or {}
+    metric, value, at = str(best.get("metric") or ""), finite(best.get("value")), finite(best.get("round"))
+    if not metric or value is None or at is None:
+        return ""
+    unit = " %" if is_fraction(metric) else ""
+    return f"{metric_title(metric)} {metric_value(metric, value)}{unit} after round {at:.0f}"
+
+
+def _curves(run: Run) -> list[Chart]:
+    metrics = in_reading_order({metric for line in run.evaluated for metric in line.metrics})
+    families: dict[str, list[str]] = {}
+    for metric in metrics:
+        families.setdefault(_family(metric), []).append(metric)
+    charts = [
+        _chart(
+            title,
+            _family_note(members),
+            [(_line_name(metric, members), metric) for metric in members],
+            run.evaluated,
+            lambda line, metric: line.metrics.get(metric),
+            percent=is_fraction(members[0]),
+            show=metric_value,
+        )
+        for title, members in families.items()
+    ]
+    terms = list(dict.fromkeys(term for line in run.rounds for term in line.loss))
+    trained = [line for line in run.rounds if line.loss]
+    if terms:
+        charts.append(
+            _chart(
+                "Training loss",
+                "terms of the loss, averaged over the clients of a round",
+                [(term, term) for term in terms],
+                trained,
+                lambda line, term: line.loss.get(term),
+                percent=False,
+                show=lambda _, value: MISSING if value is None else f"{value:.3g}",
+            )
+        )
+    return charts
+
+
+def _family(metric: str) -> str:
+    if metric in ("accuracy", "all", "old", "new"):
+        return "Accuracy"
+    if metric.startswith("auroc"):
+        return "AUROC of the unknown score"
+    if metric.startswith(("fpr", "aupr")) or metric in ("nmi", "ari"):
+        return "Further measures"
+    return metric_title(metric)
+
+
+def _line_name(metric: str, members: Sequence[str]) -> str:
+    if len(members) == 1:
+        return metric_title(metric)
+    title = metric_title(metric)
+    for start in ("AUROC, ", "Accuracy, "):
+        title = title.removeprefix(start)
+    return title
+
+
+def _family_note(members: Sequence[str]) -> str:
+    if members[0].startswith("auroc"):
+        return metric_meaning("auroc_seen") if "auroc_seen" in members else metric_meaning("auroc_overall")
+    return metric_meaning(members[0]) if len(members) == 1 or members[0] in ("accuracy", "all") else ""
+
+
+def _chart(
+    title: str,
+    note: str,
+    lines: Sequence[tuple[str, str]],
+    rounds: Sequence[RoundLine],
+    value_of: Callable[[RoundLine, str], float | None],
+    *,
+    percent: bool,
+    show: Callable[[str, float | None], str],
+) -> Chart:
+    series = [
+        Series(name, [Point(line.number, value_of(line, key)) for line in rounds], style)
+        for style, (name, key) in enumerate(lines)
+    ]
+    ends = [show(key, value_of(rounds[-1], key)) for _, key in lines]
+    unit = " percent" if percent else ""
+    spoken = "; ".join(f"{line.name} {end}{unit}" for line, end in zip(series, ends, strict=True))
+    description = f"{title} against rounds, up to round {rounds[-1].number}, where it is: {spoken}."
+    return Chart(
+        title,
+        note,
+        Markup(line_chart(series, description, percent=percent)),
+        [legend(line, end) for line, end in zip(series, ends, strict=True)],
+    )
+
+
+def _last_rounds(run: Run) -> dict[str, Any]:
+    lines = run.evaluated[-10:]
+    metrics = in_reading_order({metric for line in lines for metric in line.metrics})
+    return {
+        "metrics": [metric_title(metric) for metric in metrics],
+        "rows": [
+            (line.number, [metric_value(metric, line.metrics.get(metric)) for metric in metrics]) for line in lines
+        ],
+        "means": [metric_value(metric, run.metrics_last10.get(metric)) for metric in metrics],
+    }
+
+
+def _pseudo_charts(run: Run) -> list[Chart]:
+    rounds = [line for line in run.rounds if line.pseudo.get("seen") or line.pseudo.get("used")]
+    if not rounds:
+        return []
+
+    def share(line: RoundLine, key: str) -> float | None:
+        if key == "accuracy":
+            return line.pseudo.get("accuracy")
+        part, whole = {"used": ("used", "seen"), "used_unknown": ("used_unknown", "used")}[key]
+        numerator, denominator = line.pseudo.get(part), line.pseudo.get(whole)
+        return numerator / denominator if numerator is not None and denominator else None
+
+    present = {key for line in rounds for key, value in line.pseudo.items() if value is not None}
+    counts = [("images seen", "seen"), ("used", "used"), ("used, but of unknown classes", "used_unknown")]
+    shares = [
+        ("used, of those seen", "used"),
+        ("right, of those used", "accuracy"),
+        ("of unknown classes, of those used", "used_unknown"),
+    ]
+    counts = [line for line in counts if line[1] in present]
+    shares = [line for line in shares if line[1] in present]
+    charts = [
+        _chart(
+            "How many",
+            "unlabelled images a round",
+            counts,
+            rounds,
+            lambda line, key: line.pseudo.get(key),
+            percent=False,
+            show=lambda _, value: count(value),
+        )
+    ]
+    if shares:
+        charts.append(
+            _chart(
+                "How good",
+                "shares in percent",
+                shares,
+                rounds,
+                share,
+                percent=True,
+                show=lambda _, value: metric_value("accuracy", value),
+            )
+        )
+    return charts
+
+
+def _partition(run: Run) -> Markup | None:
+    if not run.partition:
+        return None
+    try:
+        drawing = draw_partition(run.partition, None)
+    except UserError as error:
+        raise UserError(f"{run.path}: {error}") from error
+    return None if drawing is None else Markup(drawing)
+
+
+def _class_rows(run: Run) -> tuple[list[ClassRow], list[ClassRow], list[ClassRow]]:
+    """The lowest, the highest and all classes; the first two are empty where all fit on the page."""
+    entries = [(entry, finite(entry.get("accuracy"))) for entry in run.summary.get("per_class") or ()]
+    rows = {
+        position: ClassRow(
+            str(entry.get("class", MISSING)),
+            metric_value("accuracy", accuracy),
+            100 * min(1.0, max(0.0, accuracy or 0.0)),
+            count(finite(entry.get("count"))),
+        )
+        for position, (entry, accuracy) in enumerate(entries)
+    }
+    everything = list(rows.values())
+    if len(everything) <= _CLASSES_SHOWN:
+        return [], [], everything
+    ranked = [rows[position] for position in sorted(rows, key=lambda position: entries[position][1] or 0.0)]
+    return ranked[:_CLASSES_AT_EACH_END], ranked[: -_CLASSES_AT_EACH_END - 1 : -1], everything
+
+
+def _histogram(run: Run) -> Chart | None:
+    edges = [finite(edge) for edge in run.scores.get("bins") or ()]
+    counts = {"known classes": run.scores.get("known") or ()}
+    for name, numbers in (run.scores.get("sets") or {}).items():
+        counts["seen unknowns" if name == "seen" else f"unseen set {name}"] = numbers
+    complete = {
+        name: [finite(number) or 0.0 for number in numbers]
+        for name, numbers in counts.items()
+        if len(numbers) == len(edges) - 1 and len(numbers) > 0
+    }
+    numbers = [edge for edge in edges if edge is not None]
+    if not complete or len(numbers) != len(edges):
+        return None
+    totals = {name: math.fsum(values) for name, values in complete.items()}
+    described = ", ".join(f"{name} ({count(total)} images)" for name, total in totals.items())
+    return Chart(
+        "Unknown score of the test images",
+        "share of each set in percent",
+        Markup(score_histogram(numbers, complete, f"Histograms of the unknown score: {described}.")),
+        [
+            legend(Series(name, (), position), f"{count(total)} images")
+            for position, (name, total) in enumerate(totals.items())
+        ],
+    )
+
+
+def _failure_rows(run: Run) -> list[FailureRow]:
+    failures = [failure for line in run.rounds for failure in line.failures]
+    return [
+        FailureRow(
+            reason,
+            times,
+            _listed(failure.client for failure in failures if failure.reason == reason),
+            _listed(failure.round for failure in failures if failure.reason == reason),
+        )
+        for reason, times in Counter(failure.reason for failure in failures).most_common()
+    ]
+
+
+def _listed(numbers: Iterable[int], most: int = 12) -> str:
+    distinct = sorted(set(numbers))
+    more = f" and {len(distinct) - most} more" if len(distinct) > most else ""
+    return ", ".join(map(str, distinct[:most])) + more
+
+
+def _settings(recipe: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    plain = [(key, setting(value)) for key, value in recipe.items() if not isinstance(value, Mapping)]
+    tables = [
+        (name, [(key, setting(value)) for key, value in table.items()])
+        for name, table in recipe.items()
+        if isinstance(table, Mapping) and table
+    ]
+    return [("", plain), *tables] if plain else tables
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    summary = run.summary
+    workers = finite(summary.get("workers"))
+    entries = [
+        ("Machine", summary.get("machine")),
+        ("Device", summary.get("device")),
+        ("Worker processes", None if workers is None else count(workers)),
+        ("Data hash", summary.get("data_hash")),
+        ("Git revision", summary.get("git_revision")),
+    ]
+    return [(name, str(value)) for name, value in entries if value is not None]
