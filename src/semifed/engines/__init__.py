@@ -1,1 +1,19 @@
-"""semifed.engines"""
+"""Where clients run. An engine knows nothing of methods; methods know nothing of engines."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from semifed.client_round import Held, Reply
+from semifed.errors import ClientFailure
+
+
+class Engine(Protocol):
+    """One exchange with clients, and what they hold between rounds."""
+
+    held: dict[int, Held]
+
+    def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
+        """Replies in the order of `clients`."""
+
+    def close(self) -> None:
+        """End whatever was started."""

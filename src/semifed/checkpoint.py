@@ -1,0 +1,106 @@
+"""The last finished round on disk: complete or not there at all.
+
+`round-000012.safetensors` holds the server's state and the round's record; renaming it into place is what
+finishes the round. What clients keep lies beside it, one file a client, written only when it changed.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from semifed.client_round import Held
+from semifed.errors import UserError
+from semifed.wire import from_arrays, to_arrays
+
+
+class Finished(NamedTuple):
+    """A finished round as read back."""
+
+    round: int
+    server: Any
+    record: dict[str, Any]
+    held: dict[int, Held]
+
+
+class Checkpoint:
+    """The directory `checkpoint/` of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save(self, round_: int, server: Any, record: dict[str, Any], changed: dict[int, Held]) -> None:
+        """Finish a round; an interruption at any moment leaves this round or the one before."""
+        for client, held in changed.items():
+            if arrays := to_arrays(held):
+                write_atomically(self._kept(client, round_), _packed(arrays, {}))
+        text = {"round": str(round_), "record": json.dumps(record)}
+        write_atomically(self._file(round_), _packed(to_arrays(server), text))
+        self._prune(round_, changed)
+
+    def load(self, server_type: type, kept_type: type) -> Finished | None:
+        """The last finished round, or None before the first."""
+        rounds = sorted(int(path.stem.removeprefix("round-")) for path in self.directory.glob("round-*.safetensors"))
+        if not rounds:
+            return None
+        path = self._file(rounds[-1])
+        try:
+            with safe_open(path, "pt") as opened:
+                metadata = opened.metadata()
+                arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged and cannot be resumed from: {error}") from None
+        held = {}
+        for client, round_ in self._newest_kept(rounds[-1]).items():
+            arrays_kept = load_file(self._kept(client, round_))
+            momentum = {n.removeprefix("momentum/"): a for n, a in arrays_kept.items() if n.startswith("momentum/")}
+            kept = {n.removeprefix("kept/"): a for n, a in arrays_kept.items() if n.startswith("kept/")}
+            held[client] = Held(from_arrays(kept_type, kept), momentum)
+        return Finished(rounds[-1], from_arrays(server_type, arrays), json.loads(metadata["record"]), held)
+
+    def _file(self, round_: int) -> Path:
+        return self.directory / f"round-{round_:06d}.safetensors"
+
+    def _kept(self, client: int, round_: int) -> Path:
+        return self.directory / "kept" / f"{client:06d}" / f"{round_:06d}.safetensors"
+
+    def _newest_kept(self, last: int) -> dict[int, int]:
+        newest: dict[int, int] = {}
+        for path in sorted((self.directory / "kept").glob("*/*.safetensors")):
+            if int(path.stem) <= last:
+                newest[int(path.parent.name)] = int(path.stem)
+        return newest
+
+    def _prune(self, round_: int, changed: Iterable[int]) -> None:
+        for path in self.directory.glob("round-*.safetensors*"):
+            if path != self._file(round_):
+                path.unlink()
+        for client in changed:
+            for path in self._kept(client, round_).parent.glob("*"):
+                if path != self._kept(client, round_):
+                    path.unlink()
+
+
+def _packed(arrays: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    return save({name: array.contiguous() for name, array in arrays.items()}, metadata)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file so that it is either the old one or the whole new one, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

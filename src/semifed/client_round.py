@@ -1,0 +1,110 @@
+"""A client's part of a round: the one function every engine calls."""
+
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from semifed.data.client import Budget, ClientData, batches
+from semifed.fit import Optimiser, fit
+from semifed.methods import AnyMethod
+from semifed.net import Net
+from semifed.pseudo import PseudoLabels
+from semifed.wire import Weights
+
+FEWEST_IMAGES = 2  # batch statistics of a single image say nothing
+
+
+class Workplace(NamedTuple):
+    """What a process needs to act as any client."""
+
+    method: AnyMethod
+    net: Net
+    budget: Budget
+    optimiser: Optimiser
+    keep_optimizer: bool
+    seed: int
+
+
+class Held(NamedTuple):
+    """What a client keeps from round to round."""
+
+    kept: Any  # the method's Kept
+    momentum: Weights
+
+
+class Task(NamedTuple):
+    """One client's order for one round."""
+
+    round: int
+    client: int
+    lr: float
+    held: Held | None
+
+
+class ClientRecord(NamedTuple):
+    """What the simulation may know of a client's round; none of it travels on a real network."""
+
+    client: int
+    steps: int
+    images: int
+    terms: dict[str, float]
+    pseudo: PseudoLabels | None  # positions are those of the shared images
+    seconds: float
+
+
+class Reply(NamedTuple):
+    """A client's answer."""
+
+    up: Any  # the method's Up
+    held: Held
+    record: ClientRecord
+
+
+def too_few_images(data: ClientData) -> str | None:
+    """Why a client cannot train at all."""
+    held = data.image_count
+    if held < FEWEST_IMAGES:
+        return f"it holds {held} image{'' if held == 1 else 's'}, training needs {FEWEST_IMAGES}"
+    return None
+
+
+def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> Reply:
+    """Receive, prepare, train, report."""
+    started = perf_counter()
+    place.net.load(down.weights)
+    kept, momentum = task.held if task.held is not None else (None, None)
+    with torch.no_grad():
+        local = place.method.prepare(place.net, down, data, kept)
+    address = (place.seed, task.round, task.client)
+    fitted = fit(
+        place.net,
+        batches(local.data, place.budget, address),
+        lambda net, batch: place.method.loss(net, batch, local.const),
+        place.optimiser._replace(lr=task.lr),
+        momentum if place.keep_optimizer else None,
+    )
+    with torch.no_grad():
+        up = place.method.report(place.net, local, fitted)
+    record = ClientRecord(
+        task.client,
+        fitted.steps,
+        fitted.images,
+        fitted.terms,
+        _last_labels(fitted.pseudo, local.data),
+        perf_counter() - started,
+    )
+    return Reply(up, Held(local.kept, fitted.momentum if place.keep_optimizer else {}), record)
+
+
+def _last_labels(pseudo: list[PseudoLabels], data: ClientData) -> PseudoLabels | None:
+    """The last label each unlabelled image was given in this round."""
+    if not pseudo:
+        return None
+    label = torch.full((len(data.unlabelled),), -1)
+    used = torch.zeros(len(data.unlabelled), dtype=torch.bool)
+    for part in pseudo:
+        label[part.position] = part.label
+        used[part.position] = part.used
+    seen = label >= 0
+    return PseudoLabels(data.unlabelled[seen], label[seen], used[seen])

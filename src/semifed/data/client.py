@@ -1,0 +1,146 @@
+"""What one party holds, and the batches its training loop draws from it."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from semifed.data.views import Views
+from semifed.models.network import Output
+from semifed.rng import Key, torch_stream
+
+SMALLEST_TAIL = 8  # a shorter last batch of an epoch is dropped: its batch statistics would be noise
+
+
+class ClientData(NamedTuple):
+    """One party's images, as positions in the shared store; true labels of unlabelled images are not here."""
+
+    images: Tensor  # uint8 [all, c, h, w], shared by all parties
+    labelled: Tensor  # int64 positions
+    labels: Tensor  # int64 [labelled], known classes 0..K-1
+    unlabelled: Tensor  # int64 positions
+    views: Views  # how networks see the images
+
+    @property
+    def image_count(self) -> int:
+        """Distinct images held: SAGE's protocol lists labelled images among the unlabelled ones too."""
+        if len(self.labelled) == 0 or len(self.unlabelled) == 0:
+            return len(self.labelled) + len(self.unlabelled)
+        return int(torch.unique(torch.cat([self.labelled, self.unlabelled])).numel())
+
+    @torch.no_grad()
+    def plain_logits(self, net: "Classifies", batch: int = 512) -> Tensor:
+        """The logits of all unlabelled images, un-augmented, [unlabelled, classes]."""
+        parts = [net(self.views.plain(self.images[part])).logits for part in self.unlabelled.split(batch)]
+        return torch.cat(parts) if parts else torch.empty(0, 1)
+
+
+class Classifies(Protocol):
+    """A network that can be asked for logits."""
+
+    def __call__(self, images: Tensor, /) -> Output:
+        """Logits, features and further heads."""
+
+
+class Samples:
+    """Images of one batch; each view is drawn from its own random stream when first asked for."""
+
+    def __init__(self, raw: Tensor, position: Tensor, labels: Tensor, views: Views, address: tuple[Key, ...]) -> None:
+        self.raw = raw  # uint8 [n, c, h, w]
+        self.position = position  # [n], into the party's labelled or unlabelled images
+        self.labels = labels  # [n], empty for unlabelled images
+        self._views = views
+        self._address = address
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """The images as they are, normalised."""
+        return self._views.plain(self.raw)
+
+    @cached_property
+    def weak(self) -> Tensor:
+        """The weakly augmented view."""
+        return self._views.weak(self.raw, torch_stream(*self._address, "weak"))
+
+    @cached_property
+    def strong(self) -> Tensor:
+        """The strongly augmented view."""
+        return self._views.strong(self.raw, torch_stream(*self._address, "strong"))
+
+    @cached_property
+    def flipped(self) -> Tensor:
+        """The second weak view of the SSB family: a random horizontal flip only."""
+        return self._views.flip(self.raw, torch_stream(*self._address, "flipped"))
+
+
+class Batch(NamedTuple):
+    """What one step of training sees; either part may be empty."""
+
+    labelled: Samples
+    unlabelled: Samples
+
+
+class Budget(NamedTuple):
+    """How long one party trains: so many passes over its data, or so many steps."""
+
+    epochs: int | None
+    steps: int | None
+    batch: int  # labelled images a step, or all of them where nothing is unlabelled
+    unlabelled_ratio: int = 1  # unlabelled images a step = batch * ratio
+
+
+def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Iterator[Batch]:
+    """The steps of one party's training; an epoch is one pass over the unlabelled data, if there are any.
+
+    Labelled images come in shuffled passes one after the other, so a small labelled set fills every batch.
+    """
+    leading = data.unlabelled if len(data.unlabelled) else data.labelled
+    if len(leading) == 0:
+        return
+    size = budget.batch * budget.unlabelled_ratio if len(data.unlabelled) else budget.batch
+    order = _epochs(len(leading), size, torch_stream(*address, "order"))
+    labelled = _endless(len(data.labelled), budget.batch, torch_stream(*address, "labelled"))
+    per_epoch = len(_cuts(len(leading), size))
+    steps = budget.steps if budget.steps is not None else (budget.epochs or 0) * per_epoch
+    nothing = torch.empty(0, dtype=torch.int64)
+    for step in range(steps):
+        here = (*address, step)
+        chosen = next(order)
+        with_label = chosen if not len(data.unlabelled) else next(labelled) if len(data.labelled) else nothing
+        without = chosen if len(data.unlabelled) else nothing
+        yield Batch(
+            _samples(data, data.labelled, with_label, data.labels[with_label], (*here, "labelled")),
+            _samples(data, data.unlabelled, without, nothing, (*here, "unlabelled")),
+        )
+
+
+def _samples(data: ClientData, held: Tensor, position: Tensor, labels: Tensor, address: tuple[Key, ...]) -> Samples:
+    return Samples(data.images[held[position]], position, labels, data.views, address)
+
+
+def _cuts(count: int, size: int) -> list[tuple[int, int]]:
+    cuts = [(start, min(start + size, count)) for start in range(0, count, size)]
+    if len(cuts) > 1 and cuts[-1][1] - cuts[-1][0] < min(SMALLEST_TAIL, size):
+        cuts.pop()
+    return cuts
+
+
+def _epochs(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    while True:
+        order = torch.randperm(count, generator=generator)
+        for start, end in _cuts(count, size):
+            yield order[start:end]
+
+
+def _endless(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    pending = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(pending) < size:
+            pending = torch.cat([pending, torch.randperm(count, generator=generator)])
+        yield pending[:size]
+        pending = pending[size:]

@@ -1,0 +1,337 @@
+"""Clients on this machine: in this process, or in persistent one-thread worker processes.
+
+Images and weights lie in shared memory; a task is a client's positions and a few numbers. The largest clients
+start first, the replies are put in client order, so the result does not depend on the number of workers.
+"""
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as torch_mp
+from torch import Tensor
+
+from semifed.client_round import ClientRecord, Held, Reply, Task, Workplace, client_round, too_few_images
+from semifed.data.client import ClientData
+from semifed.data.scenario import Scenario
+from semifed.data.views import Views
+from semifed.errors import ClientFailure
+from semifed.fit import Diverged
+from semifed.method import payload_types
+from semifed.methods import AnyMethod
+from semifed.pseudo import PseudoLabels
+from semifed.wire import from_arrays, to_arrays
+
+ATTEMPTS = 2  # a client whose worker died is redone once
+Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
+PackedHeld = tuple[dict[str, Any], dict[str, Any]]
+
+
+class LocalEngine:
+    """Runs clients in this process (one worker) or in a pool."""
+
+    def __init__(
+        self, build: Callable[[], Workplace], scenario: Scenario, workers: int = 0, timeout: float | None = None
+    ) -> None:
+        self.held: dict[int, Held] = {}
+        self.workers = workers or available_cores()
+        self._scenario = scenario
+        self._place = build()
+        self._pool: _Pool | None = None
+        if self.workers > 1 or timeout is not None:  # only another process can be stopped when it takes too long
+            self._pool = _Pool(build, scenario.dataset.x_train, self.workers, timeout)
+
+    def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
+        """One round of the given clients; what they hold afterwards is remembered here."""
+        answers: dict[int, Reply | ClientFailure] = {}
+        jobs: list[tuple[Task, ClientData]] = []
+        for client in clients:
+            data = self._scenario.client(client)
+            if reason := too_few_images(data):
+                answers[client] = ClientFailure(client, reason)
+            else:
+                jobs.append((Task(round_, client, lr, self.held.get(client)), data))
+        if self._pool is not None:
+            answers |= self._pool.run(jobs, down, self._place.method)
+        else:
+            for task, data in jobs:
+                answers[task.client] = _attempt(self._place, task, down, data)
+        for client, answer in answers.items():
+            if isinstance(answer, Reply):
+                self.held[client] = answer.held
+        return [answers[client] for client in clients]
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _attempt(place: Workplace, task: Task, down: Any, data: ClientData) -> Reply | ClientFailure:
+    try:
+        return client_round(place, task, down, data)
+    except Diverged as error:
+        return ClientFailure(task.client, str(error))
+
+
+class _Order(NamedTuple):
+    """What a worker reads from its pipe; positions are NumPy so that they are copied, not shared."""
+
+    task: Task  # without what is held
+    held: PackedHeld | None
+    labelled: Any
+    labels: Any
+    unlabelled: Any
+    views: Views
+    down: Tensor | None  # the shared buffer, when it is a new one
+    layout: Layout
+
+
+class _Answer(NamedTuple):
+    """What a worker writes back."""
+
+    up: Tensor | None  # the worker's shared buffer, when it is a new one
+    layout: Layout
+    held: PackedHeld
+    record: ClientRecord  # its tensors as NumPy arrays
+
+
+class _Crash(NamedTuple):
+    """An error that is our fault: raised again in the parent."""
+
+    text: str
+
+
+class _SharedBuffer:
+    """Named arrays packed one after the other in one shared tensor, which grows when it must."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def write(self, arrays: dict[str, Tensor]) -> tuple[Layout, bool]:
+        """Pack the arrays; says where each one is, and whether the buffer is a new one."""
+        layout: Layout = []
+        end = 0
+        for name, array in arrays.items():
+            layout.append((name, array.dtype, tuple(array.shape), end))
+            end += -(-array.numel() * array.element_size() // 64) * 64
+        fresh = end > len(self.memory)
+        if fresh:
+            self.memory = torch.empty(end, dtype=torch.uint8).share_memory_()
+        for place, array in zip(read_buffer(self.memory, layout).values(), arrays.values(), strict=True):
+            place.copy_(array)
+        return layout, fresh
+
+
+def read_buffer(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Views of the arrays in a buffer."""
+    arrays = {}
+    for name, dtype, shape, start in layout:
+        count = 1
+        for side in shape:
+            count *= side
+        arrays[name] = memory[start : start + count * dtype.itemsize].view(dtype).view(shape)
+    return arrays
+
+
+class _Pool:
+    """Persistent workers; a dead one is replaced and its client redone once."""
+
+    def __init__(self, build: Callable[[], Workplace], images: Tensor, workers: int, timeout: float | None) -> None:
+        self._context = torch_mp.get_context("forkserver")
+        mp.set_forkserver_preload(["semifed.run"])
+        self._build = build
+        self._images = images.share_memory_()
+        self._timeout = timeout
+        self._down = _SharedBuffer()
+        self._workers = [self._start() for _ in range(workers)]
+
+    def run(
+        self, jobs: list[tuple[Task, ClientData]], down: Any, method: AnyMethod
+    ) -> dict[int, Reply | ClientFailure]:
+        """All jobs, largest client first."""
+        _, _, up_type, kept_type = payload_types(method)
+        layout, fresh = self._down.write(to_arrays(down))
+        if fresh:
+            for worker in self._workers:
+                worker.has_down = False
+        queue = deque(sorted(jobs, key=lambda job: (-len(job[1].unlabelled) - len(job[1].labelled), job[0].client)))
+        deaths: Counter[int] = Counter()
+        answers: dict[int, Reply | ClientFailure] = {}
+        while len(answers) < len(jobs):
+            self._hand_out(queue, layout)
+            for worker in self._with_news():
+                task, data = worker.take_job()
+                answer = worker.answer()
+                if isinstance(answer, _Crash):
+                    raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
+                if isinstance(answer, _Answer):
+                    arrays = {name: view.clone() for name, view in read_buffer(worker.up, answer.layout).items()}
+                    held = _unpack_held(answer.held, kept_type)
+                    answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
+                elif isinstance(answer, ClientFailure):
+                    answers[task.client] = answer
+                elif worker.process.is_alive():
+                    answers[task.client] = ClientFailure(task.client, f"no answer within {self._timeout:g} s")
+                    self._replace(worker)
+                else:
+                    self._replace(worker)
+                    deaths[task.client] += 1
+                    if deaths[task.client] < ATTEMPTS:
+                        queue.appendleft((task, data))
+                    else:
+                        reason = f"its worker process died {ATTEMPTS} times"
+                        answers[task.client] = ClientFailure(task.client, reason)
+        return answers
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.end()
+
+    def _start(self) -> "_Worker":
+        return _Worker(self._context, self._build, self._images)
+
+    def _replace(self, worker: "_Worker") -> None:
+        worker.end()
+        self._workers[self._workers.index(worker)] = self._start()
+
+    def _hand_out(self, queue: deque[tuple[Task, ClientData]], layout: Layout) -> None:
+        for worker in list(self._workers):
+            if worker.job is None and queue:
+                try:
+                    worker.send(queue[0], self._down.memory, layout)
+                    queue.popleft()
+                except OSError:  # it died while idle: no client is lost
+                    self._replace(worker)
+
+    def _with_news(self) -> list["_Worker"]:
+        """Busy workers that answered, died, or ran out of time; waits until there is one."""
+        busy = [worker for worker in self._workers if worker.job is not None]
+        if self._timeout is None:
+            news = wait([worker.pipe for worker in busy])
+            return [worker for worker in busy if worker.pipe in news]
+        patience = min(worker.since for worker in busy) + self._timeout - time.monotonic() if busy else 0.0
+        news = wait([worker.pipe for worker in busy], max(0.0, patience))
+        now = time.monotonic()
+        return [worker for worker in busy if worker.pipe in news or now >= worker.since + self._timeout]
+
+
+class _Worker:
+    """One process and the client it is busy with."""
+
+    def __init__(self, context: Any, build: Callable[[], Workplace], images: Tensor) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, build, images), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.has_down = False
+        self.up = torch.empty(0, dtype=torch.uint8)
+        self.job: tuple[Task, ClientData] | None = None
+        self.since = 0.0
+
+    def send(self, job: tuple[Task, ClientData], memory: Tensor, layout: Layout) -> None:
+        """Give the worker a client to be."""
+        task, data = job
+        held = None if task.held is None else _pack_held(task.held)
+        positions = (data.labelled.numpy(), data.labels.numpy(), data.unlabelled.numpy())
+        order = _Order(
+            task._replace(held=None), held, *positions, data.views, None if self.has_down else memory, layout
+        )
+        self.pipe.send(order)
+        self.has_down, self.job, self.since = True, job, time.monotonic()
+
+    def take_job(self) -> tuple[Task, ClientData]:
+        """What it was busy with; it is free now."""
+        assert self.job is not None
+        job, self.job = self.job, None
+        return job
+
+    def answer(self) -> Any:
+        """What it wrote, or None if it is dead or late."""
+        try:
+            answer = self.pipe.recv() if self.pipe.poll() else None
+        except (EOFError, OSError):
+            self.process.join()
+            return None
+        if isinstance(answer, _Answer) and answer.up is not None:
+            self.up = answer.up
+        return answer
+
+    def end(self) -> None:
+        """Stop the process."""
+        self.pipe.close()
+        self.process.terminate()
+        self.process.join()
+
+
+def _pack_held(held: Held) -> PackedHeld:
+    kept = {name: array.numpy() for name, array in to_arrays(held.kept).items()}
+    return kept, {name: array.numpy() for name, array in held.momentum.items()}
+
+
+def _unpack_held(packed: PackedHeld, kept_type: type) -> Held:
+    kept, momentum = ({name: torch.from_numpy(array) for name, array in part.items()} for part in packed)
+    return Held(from_arrays(kept_type, kept), momentum)
+
+
+def _pack_record(record: ClientRecord) -> ClientRecord:
+    if record.pseudo is None:
+        return record
+    return record._replace(pseudo=PseudoLabels(*(part.numpy() for part in record.pseudo))  # type: ignore[arg-type])
+
+
+def _unpack_record(record: ClientRecord) -> ClientRecord:
+    if record.pseudo is None:
+        return record
+    return record._replace(pseudo=PseudoLabels(*(torch.from_numpy(part) for part in record.pseudo)))
+
+
+def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> None:
+    """A worker's life: answer orders until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    torch.set_num_threads(1)
+    place = build()
+    _, down_type, _, kept_type = payload_types(place.method)
+    up = _SharedBuffer()
+    memory = torch.empty(0, dtype=torch.uint8)
+    while True:
+        try:
+            order: _Order = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            memory = memory if order.down is None else order.down
+            down: Any = from_arrays(down_type, read_buffer(memory, order.layout))
+            held = None if order.held is None else _unpack_held(order.held, kept_type)
+            labelled, labels, unlabelled = map(torch.from_numpy, (order.labelled, order.labels, order.unlabelled))
+            data = ClientData(images, labelled, labels, unlabelled, order.views)
+            reply = _attempt(place, order.task._replace(held=held), down, data)
+            if isinstance(reply, ClientFailure):
+                answer: Any = reply
+            else:
+                layout, fresh = up.write(to_arrays(reply.up))
+                answer = _Answer(
+                    up.memory if fresh else None, layout, _pack_held(reply.held), _pack_record(reply.record)
+                )
+        except Exception:
+            answer = _Crash("".join(traceback.format_exception(*sys.exc_info())))
+        try:
+            pipe.send(answer)
+        except OSError:
+            return

@@ -1,0 +1,46 @@
+"""What `semifed list` shows."""
+
+import tomllib
+from dataclasses import fields
+
+from semifed.data.datasets import catalogue
+from semifed.methods import method_class, method_names
+from semifed.models.network import MODELS
+from semifed.recipe import recipe_names, recipe_text
+
+Rows = list[dict[str, str]]
+PLACEMENTS = ("server", "clients", "some-clients")
+
+
+def methods() -> Rows:
+    """Every method: what it is and where the labels may be."""
+    rows = []
+    for name in method_names():
+        kind = method_class(name)
+        labels = ", ".join(place for place in PLACEMENTS if place not in kind.no_meaning)
+        options = ", ".join(field.name for field in fields(kind)) or "none"
+        rows.append({"name": name, "what": kind.title, "labels at": labels, "options": options})
+    return rows
+
+
+def datasets(data: str | None) -> Rows:
+    """Every data set: found where, or how to get it."""
+    return [
+        {"name": entry.name, "what": entry.summary, "found": entry.found or f"no: {entry.how}"}
+        for entry in catalogue(data)
+    ]
+
+
+def models() -> Rows:
+    """Every network."""
+    return [{"name": name, "what": text} for name, text in MODELS.items()]
+
+
+def recipes() -> Rows:
+    """Every built-in recipe, with the first line of its file."""
+    rows = []
+    for name in recipe_names():
+        text = recipe_text(name)
+        tables = tomllib.loads(text)
+        rows.append({"name": name, "method": tables["method"]["name"], "what": text.splitlines()[0].lstrip("# ")})
+    return rows

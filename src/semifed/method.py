@@ -1,0 +1,124 @@
+"""The contract: a method is a frozen dataclass of its paper's hyper-parameters and a few pure hooks.
+
+The defaults are federated averaging; `loss` is the only hook a method must write. A default may be replaced
+whole, never extended. What crosses a hook is a NamedTuple of tensors, so it can travel and be counted.
+
+>>> @dataclass(frozen=True, kw_only=True)
+... class LabelsOnly(Method):
+...     def loss(self, net, batch, const):
+...         return supervised(net, batch)
+>>> [kind.__name__ for kind in payload_types(LabelsOnly())]
+['Server', 'Down', 'Up', 'Nothing']
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Protocol, get_args, get_origin
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from semifed.aggregate import shares, weighted_mean
+from semifed.data.client import Batch, ClientData
+from semifed.fit import Fitted, Loss
+from semifed.net import Net
+from semifed.objectives import supervised
+from semifed.payloads import Down, HasWeights, Local, Nothing, Prediction, Server, Up, Update
+from semifed.server import ServerSite
+from semifed.wire import Weights
+
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+ONLY_KNOWN = {"novel": "it can only name known classes; the nearest setting that works is scenario.classes=open"}
+CLIENT_LABELS = {
+    **ONLY_KNOWN,
+    "server": "no client holds a label; the nearest method that works is server-only",
+}
+
+S = TypeVar("S", bound=HasWeights, default=Server)
+D = TypeVar("D", default=Down)
+U = TypeVar("U", bound=Update, default=Up)
+C = TypeVar("C", default=Nothing)
+K = TypeVar("K", default=Nothing)
+D_in = TypeVar("D_in", contravariant=True)
+U_out = TypeVar("U_out", covariant=True)
+
+
+class Ask(Protocol[D_in, U_out]):
+    """One exchange with this round's clients."""
+
+    def __call__(self, down: D_in, /) -> Sequence[U_out]:
+        """Replies in client order, without the clients that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Generic[S, D, U, C, K]):
+    """Federated averaging without a loss: the ground every method stands on."""
+
+    title: ClassVar[str] = ""  # one line for `semifed list methods`
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # values of scenario.labels or .classes, and why
+    opens_labels: ClassVar[bool] = False  # a ceiling: trains on the true labels of all known images
+    heads: ClassVar[Mapping[str, str]] = {}  # further heads the network must have
+
+    def setup(self, weights: Weights, site: ServerSite) -> S:
+        """Server, once: the state before the first round."""
+        return Server(site.warm_up(weights, self.server_loss))  # type: ignore[return-value]
+
+    def broadcast(self, server: S) -> D:
+        """Server, each round: what the clients receive."""
+        return Down(server.weights)  # type: ignore[return-value]
+
+    def prepare(self, net: Net, down: D, data: ClientData, kept: K | None) -> Local[C, K]:
+        """Client, once a round, with the received network in evaluation mode."""
+        return Local(data, Nothing(), Nothing())  # type: ignore[arg-type]
+
+    def loss(self, net: Net, batch: Batch, const: C) -> Loss:
+        """Client, each step: what is minimised."""
+        raise TypeError(f"{type(self).__name__} must write its loss")
+
+    def report(self, net: Net, local: Local[C, K], fitted: Fitted) -> U:
+        """Client, once a round: what the server receives."""
+        return Up(net.trained(), torch.tensor(float(local.data.image_count)))  # type: ignore[return-value]
+
+    def aggregate(self, server: S, ups: Sequence[U], site: ServerSite) -> S:
+        """Server, each round: mean of the clients by image count, then training on the server's labels."""
+        weights = averaged(server.weights, ups, site)
+        return Server(site.fine_tune(weights, self.server_loss))  # type: ignore[return-value]
+
+    def server_loss(self, net: Net, batch: Batch) -> Loss:
+        """Server, each step on its own labels, if it has any."""
+        return supervised(net, batch)
+
+    def round(self, server: S, ask: Ask[D, U], site: ServerSite) -> S:
+        """One round as seen from the server; only a paper with several exchanges a round replaces it."""
+        return self.aggregate(server, ask(self.broadcast(server)), site)
+
+    def delivered(self, server: S) -> Weights:
+        """The weights that are evaluated and handed to the user."""
+        return server.weights
+
+    def predict(self, net: Net, images: Tensor) -> Prediction:
+        """Class probabilities and an unknown score, by default one minus the largest probability."""
+        probabilities = net(images).logits.softmax(dim=1)
+        return Prediction(probabilities, 1 - probabilities.max(dim=1).values)
+
+
+def averaged(received: Weights, ups: Sequence[Update], site: ServerSite) -> Weights:
+    """The clients' mean by image count over the received weights; the received ones if nobody answered."""
+    if not ups:
+        return received
+    weight = shares([float(up.samples) for up in ups])
+    site.note(client_weights=weight.tolist())
+    return received | weighted_mean([up.weights for up in ups], weight)
+
+
+def payload_types(method: Method[Any, Any, Any, Any, Any]) -> tuple[type, type, type, type]:
+    """The types of a method's Server, Down, Up and Kept, as named in the bases of its class."""
+    bases = getattr(type(method), "__orig_bases__", ())
+    named = next((get_args(base) for base in bases if get_origin(base) is Method), ())
+    defaults: tuple[Any, ...] = (Server, Down, Up, Nothing, Nothing)
+    server, down, up, _, kept = named + defaults[len(named) :]
+    return server, down, up, kept

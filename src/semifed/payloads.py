@@ -1,0 +1,80 @@
+"""What methods exchange and remember: the tuples of the contract that need no more than weights."""
+
+from typing import Generic, NamedTuple, Protocol
+
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from semifed.data.client import ClientData
+from semifed.net import FrozenNet
+from semifed.wire import Weights
+
+
+class Server(NamedTuple):
+    """What the server remembers from round to round."""
+
+    weights: Weights
+
+
+class Down(NamedTuple):
+    """What travels to a client."""
+
+    weights: Weights
+
+
+class Up(NamedTuple):
+    """What travels back."""
+
+    weights: Weights
+    samples: Tensor  # how many images stand behind the weights
+
+
+class Nothing(NamedTuple):
+    """No state."""
+
+
+class Received(NamedTuple):
+    """The weights a client received, for its loss to compare with."""
+
+    weights: Weights
+
+
+class Teacher(NamedTuple):
+    """The received network, frozen, for the loss to ask."""
+
+    net: FrozenNet
+
+
+class HasWeights(Protocol):
+    """Any server state: it holds the weights of the model in training."""
+
+    @property
+    def weights(self) -> Weights:
+        """By name."""
+
+
+class Update(HasWeights, Protocol):
+    """Any reply of a client."""
+
+    @property
+    def samples(self) -> Tensor:
+        """How many images stand behind the weights."""
+
+
+C = TypeVar("C", default=Nothing)
+K = TypeVar("K", default=Nothing)
+
+
+class Local(NamedTuple, Generic[C, K]):
+    """A client's round: data to train on, what the loss may read, what is kept for this client's next round."""
+
+    data: ClientData
+    const: C
+    kept: K
+
+
+class Prediction(NamedTuple):
+    """What the delivered model says of images."""
+
+    probabilities: Tensor  # [n, known classes]
+    unknown: Tensor  # [n], grows with unknown-ness

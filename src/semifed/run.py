@@ -1,0 +1,284 @@
+"""The round loop: from a recipe to a run directory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from semifed.client_round import Reply, Workplace
+from semifed.data.client import Budget
+from semifed.data.datasets import Dataset, content_hash, load
+from semifed.data.scenario import Scenario, build_scenario, class_counts
+from semifed.data.views import Views
+from semifed.engines import Engine
+from semifed.engines.local import LocalEngine
+from semifed.errors import ClientFailure, UserError
+from semifed.evaluate import Evaluation, Evaluator
+from semifed.fit import Optimiser
+from semifed.method import payload_types
+from semifed.methods import AnyMethod
+from semifed.models.network import build_network
+from semifed.net import Net
+from semifed.progress import Reporter
+from semifed.recipe import Recipe
+from semifed.rng import numpy_stream, torch_stream
+from semifed.rundir import RunDirectory, finite, summary
+from semifed.schedule import schedule_factor
+from semifed.server import ServerSite
+from semifed.wire import fault_of, size_in_bytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recipe stands for: method, data, and how to build the network."""
+
+    recipe: Recipe
+    method: AnyMethod
+    scenario: Scenario
+
+
+def prepare_run(recipe: Recipe) -> Parts:
+    """Load data, spread it, and check that the recipe can run, without writing anything."""
+    method = recipe.build_method()
+    dataset = load(recipe.dataset, recipe.data)
+    if not len(dataset.x_train):
+        raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
+    views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
+    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, all_labels=method.opens_labels)
+    return Parts(recipe, method, scenario)
+
+
+def build_net(recipe: Recipe, method: AnyMethod, shape: Sequence[int], classes: int) -> Net:
+    """The network of a recipe with its initial weights."""
+    channels, height, width = shape
+    network = build_network(
+        recipe.model.name,
+        channels=channels,
+        size=(height, width),
+        classes=classes,
+        width=recipe.model.width,
+        head=recipe.model.head,
+        further=method.heads,
+        generator=torch_stream(recipe.seed, "initial weights"),
+    )
+    return Net(network, recipe.batchnorm)
+
+
+def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:
+    """What each process needs to act as a client."""
+    method = recipe.build_method()
+    local = recipe.local
+    return Workplace(
+        method,
+        build_net(recipe, method, shape, classes),
+        Budget(None if local.steps else local.epochs or 1, local.steps, local.batch, local.unlabelled_ratio),
+        _optimiser(recipe),
+        local.keep_optimizer,
+        recipe.seed,
+    )
+
+
+def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
+    """Run all rounds that are not finished yet and write the run directory; the summary is returned."""
+    torch.set_num_threads(1)
+    recipe, method, scenario = parts.recipe, parts.method, parts.scenario
+    shape, classes = scenario.dataset.x_train.shape[1:], len(scenario.known)
+    evaluator = Evaluator(scenario, recipe.scenario.classes, recipe.evaluate.unseen, recipe.seed, recipe.data)
+    net = build_net(recipe, method, shape, classes)
+    for view in (scenario.views.weak, scenario.views.strong):  # a view that does not fit the images fails here
+        view(scenario.dataset.x_train[:2], torch_stream(0))
+    rundir = RunDirectory(out)
+    rundir.open(recipe, resume=resume)
+    workplace = partial(build_workplace, recipe, tuple(shape), classes)
+    engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
+    try:
+        loop = RoundLoop(parts, net, engine, evaluator, rundir, reporter)
+        return loop.run()
+    finally:
+        reporter.ended()
+        engine.close()
+
+
+class RoundLoop:
+    """Rounds from the last finished one to the end."""
+
+    def __init__(
+        self, parts: Parts, net: Net, engine: Engine, evaluator: Evaluator, rundir: RunDirectory, reporter: Reporter
+    ) -> None:
+        recipe = parts.recipe
+        self.recipe, self.method, self.scenario = recipe, parts.method, parts.scenario
+        self.engine, self.evaluator, self.rundir, self.reporter = engine, evaluator, rundir, reporter
+        self.site = ServerSite(
+            net,
+            parts.scenario.server,
+            _optimiser(recipe)._replace(lr=recipe.server.lr or recipe.local.lr),
+            batch=recipe.server.batch,
+            warmup_epochs=recipe.server.warmup_epochs,
+            finetune_epochs=recipe.server.finetune_epochs,
+            seed=recipe.seed,
+        )
+        self._server_lr = self.site.lr
+
+    def run(self) -> dict[str, Any]:
+        """All rounds, then the summary, the model and the report."""
+        server_type, _, _, kept_type = payload_types(self.method)
+        last = self.rundir.checkpoint.load(server_type, kept_type)
+        self.rundir.truncate_rounds(last and last.round, last and last.record)
+        evaluation: Evaluation | None = None
+        if last is None:
+            self.rundir.write_json("partition.json", class_counts(self.scenario))
+            self._warn_of_small_clients()
+            server, evaluation = self._setup()
+            first = 1
+        else:
+            server, first = last.server, last.round + 1
+            self.engine.held = last.held
+        self.reporter.started(first - 1, self.recipe.rounds)
+        for round_ in range(first, self.recipe.rounds + 1):
+            server, evaluation = self._round(round_, server)
+        return self._finish(server, evaluation)
+
+    def _setup(self) -> tuple[Any, Evaluation]:
+        started = perf_counter()
+        server = self.method.setup(self.site.net.state(), self.site)
+        evaluation = self.evaluator.test(self.method, self.site.net, self.method.delivered(server))
+        self._record(0, server, evaluation, perf_counter() - started, [], {}, 0, 0)
+        return server, evaluation
+
+    def _round(self, round_: int, server: Any) -> tuple[Any, Evaluation | None]:
+        started = perf_counter()
+        recipe = self.recipe
+        factor = schedule_factor(recipe.local.schedule, round_ - 1, recipe.rounds)
+        self.site.round, self.site.lr, self.site.notes = round_, self._server_lr * factor, {}
+        answers: list[Reply | ClientFailure] = []
+        traffic = [0, 0]
+
+        def ask(down: Any, /) -> list[Any]:
+            cohort = self._cohort(round_)
+            traffic[1] += len(cohort) * size_in_bytes(down)
+            fresh = [
+                _checked(answer, down) for answer in self.engine.ask(round_, recipe.local.lr * factor, cohort, down)
+            ]
+            answers.extend(fresh)
+            ups = [answer.up for answer in fresh if isinstance(answer, Reply)]
+            traffic[0] += sum(size_in_bytes(up) for up in ups)
+            if len(ups) < recipe.min_clients:
+                raise UserError(
+                    f"round {round_}: only {len(ups)} of {len(cohort)} clients delivered, min_clients is "
+                    f"{recipe.min_clients}; the last finished round is kept ({_reasons(fresh)})"
+                )
+            return ups
+
+        server = self.method.round(server, ask, self.site)
+        due = round_ % recipe.evaluate.every == 0 or round_ == recipe.rounds
+        evaluation = self.evaluator.test(self.method, self.site.net, self.method.delivered(server)) if due else None
+        changed = {answer.record.client: answer.held for answer in answers if isinstance(answer, Reply)}
+        self._record(round_, server, evaluation, perf_counter() - started, answers, changed, *traffic)
+        return server, evaluation
+
+    def _record(
+        self,
+        round_: int,
+        server: Any,
+        evaluation: Evaluation | None,
+        seconds: float,
+        answers: Sequence[Reply | ClientFailure],
+        changed: dict[int, Any],
+        bytes_up: int,
+        bytes_down: int,
+    ) -> None:
+        records = [answer.record for answer in answers if isinstance(answer, Reply)]
+        failures = [answer for answer in answers if isinstance(answer, ClientFailure)]
+        steps = sum(record.steps for record in records)
+        terms = {name for record in records for name in record.terms}
+        record = {
+            "round": round_,
+            "lr": self.site.lr,
+            "clients": [one.client for one in records],
+            "failures": [failure._asdict() for failure in failures],
+            "loss": {
+                name: sum(one.terms.get(name, 0.0) * one.steps for one in records) / steps for name in sorted(terms)
+            },
+            "metrics": evaluation.metrics if evaluation else {},
+            "pseudo": self.evaluator.pseudo_label_quality(records),
+            **self.site.notes,
+            "bytes_up": bytes_up,
+            "bytes_down": bytes_down,
+            "images": sum(one.images for one in records),
+            "seconds": seconds,
+        }
+        record = finite(record)
+        self.rundir.checkpoint.save(round_, server, record, changed)
+        self.rundir.append_round(record)
+        for failure in failures:
+            self.reporter.warn(f"round {round_}: client {failure.client} was left out: {failure.reason}")
+        if round_:
+            self.reporter.finished_round(record)
+
+    def _finish(self, server: Any, evaluation: Evaluation | None) -> dict[str, Any]:
+        weights = self.method.delivered(server)
+        evaluation = evaluation or self.evaluator.test(self.method, self.site.net, weights)
+        dataset: Dataset = self.scenario.dataset
+        accept = self.recipe.evaluate.accept
+        self.rundir.write_model(
+            weights,
+            {
+                "model": self.recipe.model.model_dump(exclude_none=True, mode="json"),
+                "heads": dict(self.method.heads),
+                "method": self.recipe.plain()["method"],
+                "image": {"channels": dataset.x_train.shape[1], "size": list(dataset.x_train.shape[2:])},
+                "classes": self.scenario.class_names(),
+                "mean": list(dataset.mean),
+                "std": list(dataset.std),
+                "threshold": self.evaluator.rejection_threshold(self.method, self.site.net, weights, accept),
+                "accept": accept,
+            },
+        )
+        if evaluation.scores is not None:
+            self.rundir.write_json("scores.json", evaluation.scores)
+        facts = {
+            "per_class": evaluation.per_class,
+            "data_hash": content_hash(dataset),
+            "device": self.recipe.engine.device,
+            "workers": getattr(self.engine, "workers", None),
+        }
+        result = summary(self.recipe, self.rundir.rounds(), facts)
+        self.rundir.write_json("summary.json", result)
+        return result
+
+    def _cohort(self, round_: int) -> list[int]:
+        """The clients of a round, drawn without replacement from a stream of its own."""
+        rng = numpy_stream(self.recipe.seed, round_, "cohort")
+        everyone = self.recipe.scenario.clients
+        return sorted(rng.choice(everyone, self.recipe.cohort_size, replace=False).tolist())
+
+    def _warn_of_small_clients(self) -> None:
+        small = [
+            index
+            for index, held in enumerate(self.scenario.holdings)
+            if len(held.labelled) + len(held.unlabelled) < 2  # an upper bound of the distinct images
+        ]
+        if small:
+            shown = ", ".join(map(str, small[:10])) + (", ..." if len(small) > 10 else "")
+            self.reporter.warn(f"{len(small)} clients hold fewer than 2 images and will be left out: {shown}")
+
+
+def _optimiser(recipe: Recipe) -> Optimiser:
+    local = recipe.local
+    return Optimiser(local.lr, local.momentum, local.nesterov, local.weight_decay, local.clip)
+
+
+def _checked(answer: Reply | ClientFailure, down: Any) -> Reply | ClientFailure:
+    """A reply whose weights cannot be averaged becomes a failure of that client."""
+    if isinstance(answer, Reply) and (fault := fault_of(answer.up.weights, down.weights)):
+        return ClientFailure(answer.record.client, f"its update was refused: {fault}")
+    return answer
+
+
+def _reasons(answers: Sequence[Reply | ClientFailure]) -> str:
+    failures = [answer for answer in answers if isinstance(answer, ClientFailure)]
+    return "; ".join(f"client {failure.client}: {failure.reason}" for failure in failures[:3])

@@ -1,0 +1,22 @@
+"""How the learning rate changes from round to round."""
+
+import math
+import re
+
+
+def schedule_factor(schedule: str, round_: int, rounds: int) -> float:
+    """What the learning rate is multiplied with in a round (0-based): constant, cosine or cosine(end).
+
+    >>> [round(schedule_factor("cosine(0.1)", r, 4), 3) for r in range(5)]
+    [1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    if schedule == "constant":
+        return 1.0
+    match = re.fullmatch(r"cosine(?:\(([0-9.eE+-]+)\))?", schedule)
+    try:
+        end = float(match[1]) if match and match[1] else 0.0
+    except ValueError:
+        match = None
+    if match is None or not 0 <= end <= 1:
+        raise ValueError(f"schedule: '{schedule}' is none of constant, cosine, cosine(END) with END from 0 to 1")
+    return end + (1 - end) * (1 + math.cos(math.pi * round_ / rounds)) / 2

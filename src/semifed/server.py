@@ -1,0 +1,83 @@
+"""The server's own workplace: its labelled images, if it has any, and training on them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from semifed.data.client import Batch, Budget, ClientData, batches
+from semifed.fit import Loss, Optimiser, fit
+from semifed.net import Net
+from semifed.rng import torch_stream
+from semifed.wire import Weights
+
+
+class ServerSite:
+    """What `setup` and `aggregate` may use; `round` and `lr` are set by the round loop."""
+
+    def __init__(
+        self,
+        net: Net,
+        labelled: ClientData | None,
+        optimiser: Optimiser,
+        *,
+        batch: int,
+        warmup_epochs: int,
+        finetune_epochs: int,
+        seed: int,
+    ) -> None:
+        self.net = net
+        self.labelled = labelled
+        self.round = 0
+        self.lr = optimiser.lr
+        self.notes: dict[str, object] = {}
+        self._optimiser = optimiser
+        self._batch = batch
+        self._warmup_epochs = warmup_epochs
+        self._finetune_epochs = finetune_epochs
+        self._seed = seed
+
+    def warm_up(self, weights: Weights, loss: Callable[[Net, Batch], Loss]) -> Weights:
+        """Weights after the server's training before the first round; unchanged if it holds no labels."""
+        return self._train(weights, loss, self._warmup_epochs, "warm-up")
+
+    def fine_tune(self, weights: Weights, loss: Callable[[Net, Batch], Loss]) -> Weights:
+        """Weights after the server's training within a round; unchanged if it holds no labels."""
+        return self._train(weights, loss, self._finetune_epochs, "fine-tune")
+
+    def recalibrated(self, weights: Weights) -> Weights:
+        """The same weights with batch-norm statistics of the server's own, un-augmented images."""
+        if self.labelled is None or self.net.batchnorm != "static":
+            return weights
+        self.net.load(weights)
+        self.net.recalibrate(self.plain_images())
+        return self.net.state()
+
+    def plain_images(self) -> Tensor:
+        """The server's labelled images, un-augmented and normalised."""
+        if self.labelled is None:
+            return torch.empty(0)
+        return self.labelled.views.plain(self.labelled.images[self.labelled.labelled])
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """A random stream of this round for the server."""
+        return torch_stream(self._seed, self.round, "server", purpose)
+
+    def note(self, **facts: object) -> None:
+        """Hand diagnostics to this round's record."""
+        self.notes |= facts
+
+    def _train(self, weights: Weights, loss: Callable[[Net, Batch], Loss], epochs: int, purpose: str) -> Weights:
+        if self.labelled is None:
+            return weights
+        self.net.load(weights)
+        budget = Budget(epochs=epochs, steps=None, batch=self._batch)
+        address = (self._seed, self.round, "server", purpose)
+        fitted = fit(
+            self.net,
+            batches(self.labelled, budget, address),
+            loss,
+            self._optimiser._replace(lr=self.lr),
+        )
+        self.note(server_loss=fitted.terms)
+        return self.recalibrated(self.net.state())

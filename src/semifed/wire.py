@@ -1,0 +1,86 @@
+"""What crosses a boundary (network, process, disk): typed tuples as named arrays, and back.
+
+A payload is a NamedTuple whose fields are tensors, maps from names to tensors, or further such tuples; `None`
+is allowed where the type says so. The type is known on both sides, so only named arrays travel.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+T = TypeVar("T")
+
+
+def to_arrays(value: object, prefix: str = "") -> dict[str, Tensor]:
+    """Every tensor of a payload under its path, e.g. ``weights/backbone.conv1.weight``."""
+    if value is None:
+        return {}
+    if isinstance(value, Tensor):
+        return {prefix: value}
+    if isinstance(value, Mapping):
+        parts: Iterable[tuple[str, object]] = value.items()
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    else:
+        raise TypeError(
+            f"{prefix or 'payload'}: a {type(value).__name__} cannot travel; use tensors, maps or NamedTuples"
+        )
+    arrays: dict[str, Tensor] = {}
+    for name, part in parts:
+        if "/" in name:
+            raise TypeError(f"{prefix or 'payload'}: the name '{name}' holds a '/'")
+        arrays |= to_arrays(part, f"{prefix}/{name}" if prefix else name)
+    return arrays
+
+
+def from_arrays(kind: type[T], arrays: Mapping[str, Tensor]) -> T:
+    """The payload of the given type from its named arrays; a foreign or missing name is a ``ValueError``."""
+    value, used = _restore(kind, arrays, "")
+    if surplus := sorted(set(arrays) - used):
+        raise ValueError(f"unexpected array '{surplus[0]}' for {kind.__name__}")
+    return value  # type: ignore[no-any-return]
+
+
+def _restore(kind: Any, arrays: Mapping[str, Tensor], path: str) -> tuple[Any, set[str]]:
+    options = [part for part in get_args(kind) if part is not NoneType]
+    if NoneType in get_args(kind):
+        present = any(name == path or name.startswith(path + "/") for name in arrays)
+        return _restore(options[0], arrays, path) if present else (None, set())
+    if kind is Tensor:
+        if path not in arrays:
+            raise ValueError(f"array '{path}' is missing")
+        return arrays[path], {path}
+    if get_origin(kind) is dict:
+        inside = {name[len(path) + 1 :]: name for name in arrays if name.startswith(path + "/")}
+        return {short: arrays[name] for short, name in inside.items()}, set(inside.values())
+    if not hasattr(kind, "_fields"):
+        raise TypeError(f"'{path}': {kind} cannot travel")
+    used: set[str] = set()
+    fields = {}
+    for name, hint in get_type_hints(kind).items():
+        fields[name], taken = _restore(hint, arrays, f"{path}/{name}" if path else name)
+        used |= taken
+    return kind(**fields), used
+
+
+def size_in_bytes(value: object) -> int:
+    """How many bytes of numbers a payload holds."""
+    return sum(array.numel() * array.element_size() for array in to_arrays(value).values())
+
+
+def fault_of(weights: Weights, like: Weights) -> str | None:
+    """Why received weights may not enter an average: a foreign name, wrong shape or type, NaN or infinity."""
+    for name, tensor in weights.items():
+        if name not in like:
+            return f"weights named '{name}' were never sent out"
+        expected = like[name]
+        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            return f"'{name}' is {found}, expected {expected.dtype} {list(expected.shape)}"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"'{name}' holds NaN or infinity"
+    return None
