@@ -29,6 +29,8 @@ from semifed.data.formats import (
 )
 from semifed.errors import UserError, nearest
 
+SYSTEM_PLACE = "/usr/share/datasets"
+
 
 class Dataset(NamedTuple):
     """Images uint8 [n, c, h, w] and labels int64 [n] of a training and a test set, with what normalises them."""
@@ -277,7 +279,7 @@ _CATALOGUE: Mapping[str, _Source] = {
 def _places(data: str | None) -> list[Path]:
     if data is not None and not Path(data).expanduser().is_dir():
         raise UserError(f"data = '{data}': expected a directory to look for data sets in, found none")
-    given = (data, os.environ.get("SEMIFED_DATA"), "data", "/usr/share/datasets")
+    given = (data, os.environ.get("SEMIFED_DATA"), "data", SYSTEM_PLACE)
     return list(dict.fromkeys(Path(place).expanduser() for place in given if place))
 
 

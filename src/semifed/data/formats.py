@@ -282,9 +282,9 @@ def read_npz(path: Path) -> Arrays:
     fields: dict[str, NDArray[Any]] = {}
     wanted = ("x_train", "y_train", "x_test", "y_test")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            present = archive.files if hasattr(archive, "files") else []
-            fields = {key: archive[key] for key in (*wanted, "classes") if key in present}
+        # opened here because NumPy leaves the file open when it is no archive
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            fields = {key: archive[key] for key in (*wanted, "classes") if key in archive.files}
     except (*_DAMAGE, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as .npz without pickles ({error})") from None
     missing = [key for key in wanted if key not in fields]
