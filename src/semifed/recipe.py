@@ -158,7 +158,7 @@ class Recipe(Table):
     def _consistent(self) -> "Recipe":
         if self.clients_per_round is not None and self.clients_per_round > self.scenario.clients:
             raise ValueError(
-                f"clients_per_round: {self.clients_per_round} cannot take part, there are {self.scenario.clients} clients"
+                f"clients_per_round: {self.clients_per_round} is more than the {self.scenario.clients} clients"
             )
         if self.min_clients > self.cohort_size:
             raise ValueError(f"min_clients: {self.min_clients} is more than the {self.cohort_size} clients of a round")

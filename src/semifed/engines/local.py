@@ -293,7 +293,7 @@ def _unpack_held(packed: PackedHeld, kept_type: type) -> Held:
 def _pack_record(record: ClientRecord) -> ClientRecord:
     if record.pseudo is None:
         return record
-    return record._replace(pseudo=PseudoLabels(*(part.numpy() for part in record.pseudo))  # type: ignore[arg-type])
+    return record._replace(pseudo=PseudoLabels(*(part.numpy() for part in record.pseudo)))  # type: ignore[arg-type]
 
 
 def _unpack_record(record: ClientRecord) -> ClientRecord:
