@@ -3,13 +3,13 @@
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semifed.report.figures import Point
 from semifed.report.rundir_reader import Run, find_runs, read_run
-from semifed.report.words import headline_metric, in_reading_order, setting
+from semifed.report.words import MISSING, headline_metric, in_reading_order, setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ class Row:
     method: str
     dataset: str
     differences: Mapping[str, str]  # the recipe keys that differ between rows, the method's name aside
-    block: tuple[str, ...]  # values of the differing keys that say what the data and the budget are
+    block: tuple[tuple[str, str], ...]  # the differences that say what the data and the budget are
     seeds: tuple[int, ...]
     metrics: Mapping[str, Spread]  # last evaluated round
     last10: Mapping[str, Spread]  # mean over the last ten evaluated rounds
@@ -51,8 +51,8 @@ class Row:
     @property
     def label(self) -> str:
         """The method, with the settings that tell it from other rows of its block."""
-        own = [f"{key} {value}" for key, value in self.differences.items() if not _names_block(key)]
-        return ", ".join([self.method, *own])
+        own = {key: value for key, value in self.differences.items() if not _names_block(key) and value != MISSING}
+        return ", ".join([self.method, *(f"{key} {value}" for key, value in own.items())])
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _row(group: Sequence[Run], own: Settings, keys: Sequence[str]) -> Row:
         method=group[0].method,
         dataset=group[0].dataset,
         differences={key: setting(own.get(key)) for key in keys},
-        block=tuple(setting(own.get(key)) for key in keys if _names_block(key)),
+        block=tuple((key, setting(own.get(key))) for key in keys if _names_block(key)),
         seeds=tuple(sorted(run.seed for run in group)),
         metrics=_spreads(metrics, [run.metrics for run in group]),
         last10=_spreads(metrics, [run.metrics_last10 for run in group]),
@@ -233,8 +233,6 @@ def _orderable(value: Hashable) -> tuple[int, float, str]:
 
 def _with_block_columns(rows: Sequence[Row], runs: Mapping[int, Sequence[Run]], headline: str) -> list[Row]:
     """Adds what only a row's neighbours define: the common target, and the distance to the first row."""
-    from dataclasses import replace
-
     complete = []
     for row in rows:
         block = [other for other in rows if other.block == row.block]

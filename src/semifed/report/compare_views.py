@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from markupsafe import Markup
+
 from semifed.report.compare import Comparison, Row, Spread
-from semifed.report.figures import LegendEntry, Series, legend, line_chart
+from semifed.report.figures import Chart, Series, legend, line_chart
 from semifed.report.html import render
 from semifed.report.words import MISSING, brief_duration, count, is_fraction, metric_title, metric_value, scenario_words
 
@@ -33,15 +35,6 @@ class Column(NamedTuple):
     def width(self) -> int:
         """Characters it takes in a terminal."""
         return max(len(line) for text in (self.heading, *self.cells) for line in text.split("\n"))
-
-
-class Panel(NamedTuple):
-    """Learning curves of the rows of one block."""
-
-    title: str
-    note: str
-    svg: object
-    legend: Sequence[LegendEntry]
 
 
 def columns(comparison: Comparison) -> list[Column]:
@@ -83,6 +76,7 @@ def print_table(comparison: Comparison, console: "Console") -> None:
         table.add_row(*(Text(column.cells[position]) for column in shown), end_section=ends_block)
     console.print(Text(_subject(comparison), style="bold"))
     console.print(table)
+    console.print()
     left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
     for note in [*reading_notes(comparison), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]:
         console.print(Text(note, style="dim"))
@@ -111,6 +105,8 @@ def reading_notes(comparison: Comparison) -> list[str]:
         "Metrics in percent after the last round; last 10: mean of the last ten tests."
         + (" Mean ± sample standard deviation over seeds." if several else "")
     ]
+    if any(row.behind_first for row in rows):
+        notes.append(f"vs first: {comparison.headline} minus that of the first row of the block, seed by seed.")
     if any(row.target is not None for row in rows):
         notes.append(f"to N %: first round in which the mean {comparison.headline} of the seeds reaches it.")
     notes += [f"† unfinished, {row.unfinished}: {row.label}" for row in rows if row.unfinished]
@@ -210,32 +206,35 @@ def _subject(comparison: Comparison) -> str:
     return f"{about}{'. ' if about else ''}{runs} run{'' if runs == 1 else 's'}"
 
 
-def _panels(comparison: Comparison) -> list[Panel]:
-    from markupsafe import Markup
-
+def _panels(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
+    """Learning curves by metric: a chart for each block, all with the same axis."""
     labels = dict.fromkeys(row.label for row in comparison.rows)
     styles = {label: position for position, label in enumerate(labels)}
-    blocks = dict.fromkeys(row.block for row in comparison.rows)
-    drawn = [metric for metric in comparison.metrics if is_fraction(metric)]
-    chosen = [metric for metric in (comparison.headline, "auroc_seen", "auroc_overall", "new") if metric in drawn]
+    wanted = (comparison.headline, "old", "new", "auroc_seen", "auroc_overall")
     panels = []
-    for block in blocks:
-        rows = [row for row in comparison.rows if row.block == block]
-        names = [key for key in rows[0].differences if key.partition(".")[0] in ("scenario", "model") or "." not in key]
-        about = ", ".join(f"{name} {value}" for name, value in zip(names, block, strict=True))
-        for metric in chosen:
-            lines = [Series(row.label, row.curves[metric], styles[row.label]) for row in rows if row.curves.get(metric)]
-            if not lines:
-                continue
-            ends = [metric_value(metric, line.points[-1].value) for line in lines]
-            spoken = "; ".join(f"{line.name} ends at {end} percent" for line, end in zip(lines, ends, strict=True))
-            description = f"{metric_title(metric)} against rounds{f', {about}' if about else ''}: {spoken}."
-            panels.append(
-                Panel(
-                    metric_title(metric),
-                    about,
-                    Markup(line_chart(lines, description, percent=True)),
-                    [legend(line, end) for line, end in zip(lines, ends, strict=True)],
-                )
-            )
+    for metric in (metric for metric in wanted if metric in comparison.metrics):
+        by_block: dict[tuple[tuple[str, str], ...], list[Series]] = {}
+        for row in comparison.rows:
+            if row.curves.get(metric):
+                line = Series(row.label, row.curves[metric], styles[row.label])
+                by_block.setdefault(row.block, []).append(line)
+        everything = [line for lines in by_block.values() for line in lines]
+        charts = [_panel(metric, block, lines, everything) for block, lines in by_block.items()]
+        if charts:
+            panels.append((metric_title(metric), charts))
     return panels
+
+
+def _panel(
+    metric: str, block: Sequence[tuple[str, str]], lines: Sequence[Series], everything: Sequence[Series]
+) -> Chart:
+    about = ", ".join(f"{key} {value}" for key, value in block)
+    ends = [metric_value(metric, line.points[-1].value) for line in lines]
+    spoken = "; ".join(f"{line.name} ends at {end} percent" for line, end in zip(lines, ends, strict=True))
+    description = f"{metric_title(metric)} against rounds{f', {about}' if about else ''}: {spoken}."
+    return Chart(
+        about,
+        "",
+        Markup(line_chart(lines, description, percent=is_fraction(metric), beside=everything)),
+        [legend(line, end) for line, end in zip(lines, ends, strict=True)],
+    )

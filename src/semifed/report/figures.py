@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from markupsafe import Markup
+
 from semifed.report.svg import PALETTE, SERIES_COUNT, inline_svg, page_style, series_colour
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT = 3.9, 2.25  # inches; scaled to the column by the page
 _DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (1.2, 1.4), (6, 1.5, 1.2, 1.5))
 _MARKERS_UP_TO = 25
+_STEPS = [1, 2, 5, 10]
 
 
 class Point(NamedTuple):
@@ -41,6 +44,15 @@ class LegendEntry(NamedTuple):
     value: str
 
 
+class Chart(NamedTuple):
+    """A figure with the words around it."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[LegendEntry]
+
+
 def legend(series: Series, value: str) -> LegendEntry:
     """The legend of a series, with the value it ends at."""
     return LegendEntry(
@@ -48,13 +60,14 @@ def legend(series: Series, value: str) -> LegendEntry:
     )
 
 
-def line_chart(series: Sequence[Series], description: str, *, percent: bool) -> str:
-    """Values against rounds; fractions are drawn in percent."""
+def line_chart(series: Sequence[Series], description: str, *, percent: bool, beside: Sequence[Series] = ()) -> str:
+    """Values against rounds, fractions in percent; the axis has room for the series of charts beside this one."""
     scale = 100.0 if percent else 1.0
     with page_style():
         figure, axes = _chart()
         for line in series:
             _draw_line(axes, line, scale)
+        _make_room(axes, [*series, *beside], scale)
         _round_axis(axes)
         if percent:
             low, high = axes.get_ylim()
@@ -89,7 +102,7 @@ def _chart() -> "tuple[Figure, Axes]":
     axes = figure.add_axes((0.105, 0.17, 0.875, 0.79))
     axes.grid(axis="y")
     axes.spines["left"].set_visible(False)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
     return figure, axes
 
 
@@ -118,9 +131,17 @@ def _draw_line(axes: "Axes", line: Series, scale: float) -> None:
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
+def _make_room(axes: "Axes", series: Sequence[Series], scale: float) -> None:
+    points = [point for line in series for point in line.points]
+    values = [value for point in points for value in (point.value, point.low, point.high) if value is not None]
+    if values:
+        axes.update_datalim([(points[0].round, scale * value) for value in (min(values), max(values))], updatex=False)
+        axes.autoscale_view()
+
+
 def _round_axis(axes: "Axes") -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=_STEPS))
     axes.margins(x=0.02)
     axes.set_xlabel("round", loc="right", labelpad=1, color=PALETTE["quiet"].light)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from semifed.errors import UserError
-from semifed.report.figures import LegendEntry, Point, Series, legend, line_chart, score_histogram
+from semifed.report.figures import Chart, Point, Series, legend, line_chart, score_histogram
 from semifed.report.html import render, write_page
 from semifed.report.partition import draw_partition
 from semifed.report.rundir_reader import RoundLine, Run, finite, read_run
@@ -40,15 +40,6 @@ class KeyFigure(NamedTuple):
     value: str
     unit: str
     note: str
-
-
-class Chart(NamedTuple):
-    """A figure with the words around it."""
-
-    title: str
-    note: str
-    svg: Markup
-    legend: Sequence[LegendEntry]
 
 
 class ClassRow(NamedTuple):
@@ -118,7 +109,7 @@ def _key_figures(run: Run) -> list[KeyFigure]:
     figures = []
     if run.evaluated or run.metrics:
         at = f"round {run.evaluated[-1].number}" if run.evaluated else "last round"
-        mean_of = f"mean of the last {min(10, len(run.evaluated)) or 10} tests"
+        mean_of = f"mean of last {min(10, len(run.evaluated)) or 10} tests"
         unit = "%" if is_fraction(headline) else ""
         title = metric_title(headline)
         figures = [

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semifed.errors import UserError, nearest
 from semifed.report.rundir_reader import finite
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MOST_CLIENTS = 100  # columns that are still told apart across a page
 _MOST_CLASSES = 60
+_PAGE_WIDTH = 9.4  # inches
 _MOST_CELLS = 3000  # bubbles of each kind: keeps the page small
 _SIZES = 14  # steps of bubble diameter, so that equal bubbles share one shape in the file
 _ROWS_SHOWN = 40
@@ -48,6 +49,35 @@ class Holdings:
         if len(self.classes) < self.class_count:
             parts.append(f"{count(self.class_count)} classes, neighbours added up")
         return "; ".join(parts)
+
+
+class Bubbles(NamedTuple):
+    """Images of one kind and how they are drawn: each kind fills its own range of sizes."""
+
+    name: str
+    columns: Sequence[float]
+    images: Sequence[Sequence[float]]  # [columns][classes]
+    colour: str
+    filled: bool
+    full: float  # diameter of the largest bubble, points
+
+    @property
+    def largest(self) -> float:
+        """Most images in one cell."""
+        return max((max(row) for row in self.images), default=0.0)
+
+    def draw(self, axes: "Axes") -> None:
+        """Draws a bubble wherever there are images; its area is their number."""
+        largest = self.largest
+        by_size: dict[int, list[tuple[float, int]]] = {}
+        for column, row in zip(self.columns, self.images, strict=True):
+            for position, number in enumerate(row):
+                if number > 0:
+                    size = max(1, round(_SIZES * math.sqrt(number / largest)))
+                    by_size.setdefault(size, []).append((column, position))
+        for size, places in sorted(by_size.items(), reverse=True):
+            across, down = zip(*places, strict=True)
+            _discs(axes, across, down, self.full * size / _SIZES, self.colour, filled=self.filled)
 
 
 def draw_partition(partition: Mapping[str, Any], path: Path | None) -> str | None:
@@ -181,42 +211,43 @@ def _bubbles(holdings: Holdings) -> "Figure":
     from matplotlib.figure import Figure
 
     row_count, column_count = len(holdings.classes), len(holdings.clients)
-    pitch = min(0.26, max(0.1, 7.2 / max(column_count, 1)))  # inches a client
-    row_pitch = min(0.26, max(0.13, 7.0 / row_count))
-    step = max(1, math.ceil(0.13 / row_pitch))
     names = [_shortened(name) for name in holdings.classes]
-    has_server = holdings.server is not None
-    # x of the server's column, in units of a client's column and left of client 0
-    server_at = -max(1.0, 0.3 / pitch) - 0.9
-    left = 0.25 + 0.062 * max(map(len, names))
-    first = server_at - 1.4 * max(0.5, 0.13 / pitch) if has_server else -0.8
-    plot_width = pitch * (column_count - 0.2 - first)
-    right, top, bottom = (0.72 if not all(holdings.known) else 0.1), 0.5, 0.34
-    width = max(left + plot_width + right, 4.2)
-    height = top + row_pitch * row_count + bottom
+    left = 0.2 + 0.064 * max(map(len, names))
+    right, top, bottom = (0.1 if all(holdings.known) else 0.62), 0.52, 0.36
+    server_width = 0.0 if holdings.server is None else 0.62
+    pitch = min(0.26, (_PAGE_WIDTH - left - right - server_width) / max(column_count, 1))  # inches a client
+    row_pitch = min(0.26, max(0.13, 7.0 / row_count))
+    # The server's column, in units of a client's column, left of client 0.
+    server_at = -0.5 - 0.6 * server_width / pitch
+    first = -0.7 - server_width / pitch
+    plot_width = pitch * (column_count - 0.3 - first)
+    width, height = max(left + plot_width + right, 4.6), top + row_pitch * row_count + bottom
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes(
         (left / width, bottom / height, plot_width / width, row_pitch * row_count / height),
-        xlim=(first, column_count - 0.2),
+        xlim=(first, column_count - 0.3),
         ylim=(row_count - 0.5, -0.5),
     )
-    axes.set_yticks(range(0, row_count, step), names[::step])
+    axes.set_yticks(range(row_count), names)
     axes.grid(axis="y", alpha=0.7)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
     _client_axis(axes, holdings, pitch, server_at)
     _mark_unknown(axes, holdings)
 
-    full = 72 * min(pitch, row_pitch) * 1.12  # diameter of the largest bubble in points: neighbours just touch
-    clients = range(column_count)
-    largest = max((max(row) for row in (*holdings.labelled, *holdings.unlabelled)), default=0.0)
-    _scatter(axes, clients, holdings.unlabelled, largest, full, _UNLABELLED, alpha=0.5)
-    _scatter(axes, clients, holdings.labelled, largest, full, _LABELLED, alpha=1.0)
+    # Diameters in points. Neighbours may overlap a little: the largest bubbles are rare, and one sees through them.
+    full = 72 * min(1.1 * row_pitch, 1.9 * pitch)
+    # Labelled images are rings, so that neither kind hides the other.
+    columns = range(column_count)
+    kinds = [
+        Bubbles("unlabelled", columns, holdings.unlabelled, _UNLABELLED, True, full),
+        Bubbles("labelled", columns, holdings.labelled, _LABELLED, False, 0.9 * full),
+    ]
     if holdings.server is not None:
-        # The server's column has its own scale: it may hold a hundred times what a client does.
-        full_server = min(full, 72 * row_pitch * 0.9)
-        _scatter(axes, [server_at], [holdings.server], max(holdings.server), full_server, _LABELLED, alpha=1.0)
-    _size_legend(figure, holdings, largest, full)
+        kinds.append(Bubbles("labelled, server", [server_at], [holdings.server], _LABELLED, False, 40 * row_pitch))
+    for kind in kinds:
+        kind.draw(axes)
+    _size_legend(figure, [kind for kind in kinds if kind.largest > 0], holdings.note)
     return figure
 
 
@@ -255,73 +286,48 @@ def _mark_unknown(axes: "Axes", holdings: Holdings) -> None:
     )
 
 
-def _scatter(
-    axes: "Axes",
-    columns: Sequence[float],
-    images: Sequence[Sequence[float]],
-    largest: float,
-    full: float,
-    colour: str,
-    alpha: float,
-) -> None:
-    by_size: dict[int, list[tuple[float, int]]] = {}
-    for column, row in zip(columns, images, strict=True):
-        for position, number in enumerate(row):
-            if number > 0:
-                size = max(1, round(_SIZES * math.sqrt(number / largest)))
-                by_size.setdefault(size, []).append((column, position))
-    for size, places in sorted(by_size.items(), reverse=True):
-        across, down = zip(*places, strict=True)
-        _discs(axes, across, down, max(1.2, full * size / _SIZES), colour, alpha)
-
-
 def _discs(
-    axes: "Axes", across: Sequence[float], down: Sequence[float], diameter: float, colour: str, alpha: float
+    axes: "Axes", across: Sequence[float], down: Sequence[float], diameter: float, colour: str, *, filled: bool
 ) -> None:
+    line = 0.0 if filled else min(1.1, max(0.7, diameter / 6))
     axes.plot(
         across,
         down,
         linestyle="none",
         marker="o",
-        markersize=diameter,
+        markersize=max(1.2, diameter - line),
         color=colour,
-        alpha=alpha,
-        markeredgewidth=0,
+        alpha=0.6 if filled else 1.0,
+        markerfacecolor=colour if filled else "none",
+        markeredgewidth=line,
         clip_on=False,
     )
 
 
-def _size_legend(figure: "Figure", holdings: Holdings, largest: float, full: float) -> None:
+def _size_legend(figure: "Figure", kinds: Sequence[Bubbles], note: str) -> None:
     width, height = figure.get_size_inches()
-    inches = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(0, height))
-    inches.set_axis_off()
-    at, line = 0.2, height - 0.22
-    entries: list[tuple[str, float, str, float]] = []
-    if any(map(any, holdings.unlabelled)):
-        entries.append(("unlabelled", 6.0, _UNLABELLED, 0.5))
-    if any(map(any, holdings.labelled)) or holdings.server is not None:
-        entries.append(("labelled", 6.0, _LABELLED, 1.0))
-    if largest > 0:
-        entries += [
-            (f"{count(number)}", full * math.sqrt(number / largest), PALETTE["quiet"].light, 0.5)
-            for number in _round_numbers(largest)
-        ]
-    for name, diameter, colour, alpha in entries:
-        _discs(inches, [at], [line], max(1.2, diameter), colour, alpha)
-        inches.text(at + max(0.08, diameter / 144 + 0.04), line, name, va="center_baseline")
-        at += 0.27 + diameter / 144 + 0.065 * len(name)
-    inches.text(at - 0.08, line, "images", va="center_baseline", color=PALETTE["quiet"].light)
-    if holdings.server is not None:
-        low, high = min(filter(None, holdings.server), default=0.0), max(holdings.server)
-        held = count(high) if low == high else f"{count(low)}–{count(high)}"
-        at += 0.42
-        inches.text(
-            at, line, f"server, own scale: {held} per class", va="center_baseline", color=PALETTE["quiet"].light
-        )
+    page = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(0, height))
+    page.set_axis_off()
+    at, line = 0.12, height - 0.2
+    quiet = PALETTE["quiet"].light
+    for kind in kinds:
+        page.text(at, line, kind.name, va="center_baseline")
+        at += 0.1 + 0.058 * len(kind.name)
+        for number in [kind.largest] if len(kind.images) == 1 else _round_numbers(kind.largest):
+            diameter = kind.full * math.sqrt(number / kind.largest)
+            _discs(page, [at + diameter / 144], [line], diameter, kind.colour, filled=kind.filled)
+            at += diameter / 72 + 0.05
+            page.text(at, line, count(number), va="center_baseline", color=quiet)
+            at += 0.1 + 0.066 * len(count(number))
+        at += 0.16
+    page.text(at - 0.12, line, "images", va="center_baseline", color=quiet)
+    page.text(0.12, 0.06, note, va="baseline", color=quiet)
 
 
 def _round_numbers(largest: float) -> list[float]:
     """Up to three sizes for the legend, of the form 1, 2 or 5 times a power of ten."""
     steps = [factor * 10.0**power for power in range(9) for factor in (1, 2, 5)]
     below = [step for step in steps if step <= largest]
+    if not below:
+        return [largest]
     return below[-1:] if len(below) < 4 else [below[-4], below[-1]]

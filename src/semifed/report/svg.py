@@ -109,18 +109,19 @@ def _inlined(document: str, description: str) -> str:
     content = re.sub(r"<style.*?</style>|<!--.*?-->", "", body.group(1), flags=re.DOTALL)
     content = re.sub(r'\s+font-family: [^;"]*;?|\s*transform="rotate\(-?0 [^"]*\)"', "", content)
     content = re.sub(r"\b(fill|stroke): (#[0-9a-f]{6})", _with_variable, content)
-    content = _without_repeated_marker_styles(content.replace("xlink:href", "href"))
+    content = content.replace("xlink:href", "href")
     content = _with_unique_ids(content, prefix=f"f{zlib.crc32(document.encode()):x}")
     content = re.sub(
         r"(?<![#\w-])-?\d+\.\d{2,}", lambda match: f"{float(match.group()):.2f}".rstrip("0").rstrip("."), content
     )
     content = re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", content)).strip()
+    content = _with_shared_marker_styles(content)
     for _ in range(3):
         content = re.sub(r"<(g|defs)\s*></\1>|<(g|defs)\s*/>", "", content)
     width, height = view_box.group(1).split()[2:]
     return (
         f'<svg role="img" aria-label="{escape(description)}" viewBox="0 0 {width} {height}" '
-        f'data-width="{width}" stroke-linejoin="round" stroke-linecap="butt">{content}</svg>'
+        f'style="--natural-width: {width}" stroke-linejoin="round" stroke-linecap="butt">{content}</svg>'
     )
 
 
@@ -128,17 +129,16 @@ def _with_variable(match: "re.Match[str]") -> str:
     return f"{match.group(1)}: {_VARIABLE.get(match.group(2), match.group(2))}"
 
 
-def _without_repeated_marker_styles(content: str) -> str:
-    styled = dict(re.findall(r'<path id="(\w+)" d="[^"]*" style="([^"]*)"', content))
+def _with_shared_marker_styles(content: str) -> str:
+    """Markers of one group look alike: the group carries the style that matplotlib repeats on each."""
 
-    def bare(match: "re.Match[str]") -> str:
-        return (
-            match.group(1)
-            if styled.get(match.group(2)) == match.group(3)
-            else match.group(1) + f' style="{match.group(3)}"'
-        )
+    def shared(match: "re.Match[str]") -> str:
+        styles = set(re.findall(r' style="([^"]*)"', match[2]))
+        if len(styles) != 1:
+            return match[0]
+        return f'<g{match[1]} style="{styles.pop()}">' + re.sub(r' style="[^"]*"', "", match[2]) + "</g>"
 
-    return re.sub(r'(<use href="#(\w+)"[^>]*?) style="([^"]*)"', bare, content)
+    return re.sub(r"<g([^>]*)>((?:<use [^>]*/>){2,})</g>", shared, content)
 
 
 def _with_unique_ids(content: str, prefix: str) -> str:

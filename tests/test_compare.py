@@ -1,0 +1,400 @@
+"""`semifed compare`: grouping over seeds, means and deviations, and tables that say what they show."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from semifed.errors import UserError
+from semifed.report import Comparison, Row, compare_runs
+from semifed.report.compare import differing_keys, spread
+
+Curve = list[float | None]
+
+
+def write_run(
+    path: Path,
+    method: str = "sage",
+    seed: int = 0,
+    curve: Curve | None = None,
+    *,
+    finished: bool = True,
+    metrics: dict[str, float | None] | None = None,
+    fields: dict[str, float] | None = None,
+    **tables: Any,
+) -> Path:
+    """A run tested after every round, with accuracy as in the curve and the other metrics constant."""
+    accuracy: Curve = [0.5, 0.6, 0.7] if curve is None else curve
+    recipe: dict[str, Any] = {
+        "dataset": "digits",
+        "rounds": len(accuracy) - 1 if finished else 50,
+        "seed": seed,
+        "scenario": {"labels": "clients", "classes": "known", "clients": 10, "partition": "dirichlet", "alpha": 0.1},
+        "method": {"name": method, **(fields or {})},
+        "local": {"lr": 0.03},
+        "engine": {"name": "local", "workers": 2},
+    }
+    for name, value in tables.items():
+        recipe[name] = {**recipe.get(name, {}), **value} if isinstance(value, dict) else value
+    path.mkdir(parents=True)
+    (path / "recipe.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
+    every = [{"accuracy": value, **(metrics or {})} for value in accuracy]
+    lines = [{"round": number, "metrics": own, "bytes_up": 2e6, "seconds": 3.0} for number, own in enumerate(every)]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if finished:
+        last = {key: [own[key] for own in every[-10:]] for key in every[-1]}
+        means = {key: None if None in own else np.mean(np.array(own, dtype=float)) for key, own in last.items()}
+        summary = {
+            "metrics": every[-1],
+            "metrics_last10": means,
+            "best": {"round": 1, "metric": "accuracy", "value": 0.999},
+            "bytes_up": 2_500_000 + seed,
+            "bytes_down": 7_000_000,
+            "seconds": 60.0 + seed,
+        }
+        (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return path
+
+
+def printed(comparison: Comparison, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    comparison.table(console)
+    return console.export_text()
+
+
+def page(comparison: Comparison, tmp_path: Path) -> str:
+    comparison.write_html(tmp_path / "compare.html")
+    return (tmp_path / "compare.html").read_text(encoding="utf-8")
+
+
+def only(comparison: Comparison) -> Row:
+    assert len(comparison.rows) == 1
+    return comparison.rows[0]
+
+
+def test_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    curves = rng.uniform(0.4, 0.9, (3, 15))
+    for seed, curve in enumerate(curves):
+        write_run(tmp_path / f"run{seed}", seed=seed, curve=curve.tolist(), metrics={"auroc_seen": 0.9 + seed / 100})
+    comparison = compare_runs([tmp_path])
+    row = only(comparison)
+    last, last10 = curves[:, -1], curves[:, -10:].mean(1)
+    assert row.seeds == (0, 1, 2)
+    assert row.metrics["accuracy"] == pytest.approx((last.mean(), last.std(ddof=1), 3))
+    assert row.last10["accuracy"] == pytest.approx((last10.mean(), last10.std(ddof=1), 3))
+    assert row.metrics["auroc_seen"] == pytest.approx((0.91, 0.01, 3))
+    assert row.seconds == pytest.approx((61.0, 1.0, 3))
+    assert row.megabytes_up == pytest.approx((2.500001, 1e-6, 3))
+    text = printed(comparison)
+    assert f"{100 * last.mean():.1f} ± {100 * last.std(ddof=1):.1f}" in text
+    assert f"{100 * last10.mean():.1f} ± {100 * last10.std(ddof=1):.1f}" in text
+    assert "91.0 ± 1.0" in text
+    assert "1m 01s" in text
+    assert "99.9" not in text  # the best test round is no result
+
+
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    comparison = compare_runs([write_run(tmp_path / "run")])
+    assert only(comparison).metrics["accuracy"].std is None
+    assert "±" not in printed(comparison)
+    assert re.search(r"sage\s+1\s+70\.0\s+60\.0\s", printed(comparison))
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), max_size=8))
+def test_spread_is_numpys(values: list[float | None]) -> None:
+    present = np.array([value for value in values if value is not None])
+    found = spread(values)
+    if not present.size:
+        assert found is None
+        return
+    assert found is not None
+    assert found.n == present.size
+    assert found.mean == pytest.approx(present.mean(), abs=1e-9)
+    assert found.std == (None if present.size == 1 else pytest.approx(present.std(ddof=1), abs=1e-9))
+
+
+def test_seed_and_engine_do_not_split_a_row(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, engine={"workers": 1})
+    write_run(tmp_path / "b", seed=1, engine={"name": "flower", "timeout": 9.0})
+    write_run(tmp_path / "c", seed=2, local={"lr": 0.1})
+    comparison = compare_runs([tmp_path])
+    assert comparison.keys == ["local.lr"]
+    assert sorted((row.differences["local.lr"], row.seeds) for row in comparison.rows) == [
+        ("0.03", (0, 1)),
+        ("0.1", (2,)),
+    ]
+
+
+def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "x" / "y" / "z" / "run", seed=0)
+    write_run(first / "inner", seed=5)  # part of that run, not another
+    write_run(tmp_path / "x" / "run", seed=1)
+    write_run(tmp_path / "x" / ".trash" / "run", seed=2)
+    (tmp_path / "x" / "recipe.toml").write_text("rounds = 1\n", encoding="utf-8")  # a recipe that was never run
+    assert only(compare_runs([tmp_path, first, tmp_path / "x"])).seeds == (0, 1)
+
+
+def test_paths_without_runs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "good")
+    with pytest.raises(UserError, match="empty: no run found"):
+        compare_runs([tmp_path / "good", tmp_path / "empty"])
+    with pytest.raises(UserError, match="missing: no such directory"):
+        compare_runs([tmp_path / "missing"])
+    with pytest.raises(UserError, match="nothing to compare"):
+        compare_runs([])
+    (tmp_path / "good" / "summary.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"good.summary\.json"):
+        compare_runs([tmp_path])
+
+
+def test_same_seed_twice_counts_once_and_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=3)
+    write_run(tmp_path / "b", seed=3, engine={"workers": 1})
+    comparison = compare_runs([tmp_path])
+    assert only(comparison).seeds == (3,)
+    assert "same recipe and seed" in printed(comparison, 200)
+    assert str(tmp_path / "b") in comparison.notes[0]
+
+
+def test_fields_of_one_method_are_no_difference_to_another(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "sage", fields={"kappa": 13.9})
+    write_run(tmp_path / "b", "fedavg")
+    write_run(tmp_path / "c", "fedlpa", fields={"prior": 1}, discovery={"depth": 2})
+    assert compare_runs([tmp_path]).keys == []
+    write_run(tmp_path / "d", "sage", fields={"kappa": 20.0})
+    write_run(tmp_path / "e", "fedlpa", fields={"prior": 1}, discovery={"depth": 3})
+    comparison = compare_runs([tmp_path])
+    assert comparison.keys == ["method.kappa", "discovery.depth"]
+    assert {row.label for row in comparison.rows} >= {"fedavg", "sage, method.kappa 13.9"}
+    assert len({row.label for row in comparison.rows}) == 5
+
+
+def test_presence_of_a_key_is_a_difference() -> None:
+    groups = [{"scenario.fraction": 0.1, "a": 1}, {"scenario.per_class": 40, "a": 1.0}]
+    assert sorted(differing_keys(groups)) == ["scenario.fraction", "scenario.per_class"]
+
+
+def test_rows_are_sorted_by_scenario_then_accuracy(tmp_path: Path) -> None:
+    for alpha in (10.0, 0.5, 2.0):
+        for method, end in (("low", 0.6), ("high", 0.8), ("middle", 0.7)):
+            write_run(tmp_path / f"{method}{alpha}", method, curve=[0.1, end], scenario={"alpha": alpha})
+    comparison = compare_runs([tmp_path])
+    assert [(row.differences["scenario.alpha"], row.method) for row in comparison.rows] == [
+        (alpha, method) for alpha in ("0.5", "2", "10") for method in ("high", "middle", "low")
+    ]
+    assert comparison.keys == ["scenario.alpha"]
+
+
+def test_settings_of_training_stay_in_the_block(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "sage", curve=[0.1, 0.6], local={"lr": 0.1})
+    write_run(tmp_path / "b", "fedavg", curve=[0.1, 0.7], local={"lr": 0.01})
+    comparison = compare_runs([tmp_path])
+    assert [row.label for row in comparison.rows] == ["fedavg, local.lr 0.01", "sage, local.lr 0.1"]
+    assert comparison.rows[0].block == comparison.rows[1].block == ()
+    assert comparison.rows[1].behind_first == pytest.approx((-0.1, None, 1))
+
+
+def test_rounds_to_a_common_accuracy(tmp_path: Path) -> None:
+    write_run(tmp_path / "a0", "slow", seed=0, curve=[0.1, 0.3, 0.58, 0.58])
+    write_run(tmp_path / "a1", "slow", seed=1, curve=[0.1, 0.5, 0.78, 0.78])
+    write_run(tmp_path / "b0", "fast", seed=0, curve=[0.4, 0.8, 0.8, 0.8])
+    comparison = compare_runs([tmp_path])
+    fast, slow = comparison.rows
+    # mean of the slow one over its tests: (0.1 + 0.4 + 0.68 + 0.68) / 4 = 0.465
+    assert fast.target == slow.target == 0.46
+    assert (fast.rounds_to_target, slow.rounds_to_target) == (1, 2)
+    assert "to 46 %" in printed(comparison)
+
+
+def test_whole_percents_are_not_lost_to_rounding(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "one", curve=[0.58, 0.58])
+    write_run(tmp_path / "b", "two", curve=[0.6, 0.6])
+    assert {row.target for row in compare_runs([tmp_path]).rows} == {0.58}
+    assert {row.rounds_to_target for row in compare_runs([tmp_path]).rows} == {0}
+
+
+def test_difference_to_the_first_is_paired_by_seed(tmp_path: Path) -> None:
+    first, second = np.array([0.9, 0.8, 0.7]), np.array([0.85, 0.77, 0.69])
+    for seed in range(3):
+        write_run(tmp_path / f"a{seed}", "first", seed=seed, curve=[0.1, first[seed]])
+        write_run(tmp_path / f"b{seed}", "second", seed=seed, curve=[0.1, second[seed]])
+    write_run(tmp_path / "b9", "second", seed=9, curve=[0.1, 0.2])
+    comparison = compare_runs([tmp_path])
+    assert comparison.rows[0].behind_first is None
+    difference = second - first
+    assert comparison.rows[1].behind_first == pytest.approx((difference.mean(), difference.std(ddof=1), 3))
+    assert "−3.0 ± 2.0" in printed(comparison, 140)
+
+
+def test_unfinished_runs_stand_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, curve=[0.5] * 51)
+    write_run(tmp_path / "b", seed=1, curve=[0.1, 0.2], finished=False)
+    write_run(tmp_path / "c", seed=2, curve=[0.1, 0.2, 0.3], finished=False)
+    comparison = compare_runs([tmp_path])
+    assert [(row.seeds, row.unfinished) for row in comparison.rows] == [((0,), ""), ((1, 2), "round 1–2 of 50")]
+    assert comparison.rows[1].metrics["accuracy"].mean == pytest.approx(0.25)
+    assert comparison.rows[1].behind_first is None
+    assert comparison.rows[0].target is None
+    text = printed(comparison)
+    assert "sage †" in text
+    assert "† unfinished, round 1–2 of 50: sage" in text
+    assert comparison.rows[1].megabytes_up == pytest.approx((5.0, np.std([4, 6], ddof=1), 2))
+
+
+def test_null_metrics_are_told_and_not_averaged_away(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "sage", seed=0, curve=[0.5, 0.8])
+    write_run(tmp_path / "b", "sage", seed=1, curve=[0.5, None])
+    write_run(tmp_path / "c", "gone", seed=0, curve=[None, None])
+    comparison = compare_runs([tmp_path])
+    assert [row.method for row in comparison.rows] == ["sage", "gone"]
+    assert comparison.rows[0].metrics["accuracy"] == (0.8, None, 1)
+    assert "accuracy" not in comparison.rows[1].metrics
+    assert comparison.rows[0].curves["accuracy"][1].value is None
+    text = printed(comparison, 120)
+    assert "80.0 (1 of 2)" in text
+    assert re.search(r"gone\s+1\s+–\s+–", text)
+    assert "80.0 (1 of 2)" in page(comparison, tmp_path)
+
+
+def many(tmp_path: Path) -> Comparison:
+    metrics: dict[str, float | None] = {f"auroc_{name}": 0.9 for name in ("seen", "unseen.mnist", "overall")}
+    for method in ("openfl", "fedfixmatch", "server-only"):
+        for alpha in (0.1, 1.0):
+            for seed in (0, 1):
+                curve: Curve = [0.5, 0.6 + seed / 100]
+                path = tmp_path / f"{method}{alpha}{seed}"
+                write_run(path, method, seed, curve, scenario={"alpha": alpha}, metrics=metrics)
+    return compare_runs([tmp_path])
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_table_fits_the_terminal_and_keeps_what_matters(tmp_path: Path, width: int) -> None:
+    text = printed(many(tmp_path), width)
+    rows = [line for line in text.splitlines() if line.startswith(("openfl", "fedfixmatch", "server-only"))]
+    assert len(rows) == 6
+    assert all(len(line) <= width for line in text.splitlines())
+    assert all(line.count("±") >= 4 for line in rows)  # accuracy, last 10, two AUROCs
+    assert ("No room for:" in text) is (width < 140)
+    assert "digits: Labels at the clients; known classes only; Dirichlet over 10 clients. 12 runs" in " ".join(
+        text.split()
+    )
+
+
+def test_very_narrow_terminal_still_prints(tmp_path: Path) -> None:
+    assert "openfl" in printed(many(tmp_path), 24).replace("\n", "")
+
+
+class Balanced(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.cells: list[list[str]] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("th", "td"):
+            self.cells[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("th", "td"):
+            self.cells[-1][-1] += " ".join(data.split())
+
+
+def test_page_has_the_table_and_a_chart_per_scenario(tmp_path: Path) -> None:
+    comparison = many(tmp_path)
+    html = page(comparison, tmp_path)
+    parsed = Balanced(html)
+    heading, *rows = parsed.cells
+    assert heading[:5] == ["method", "scenario. alpha", "seeds", "accuracy", "last 10"]
+    assert "AUROC mnist" in heading
+    assert len(rows) == 6
+    assert {len(row) for row in rows} == {len(heading)}
+    assert rows[0][1:4] == ["0.1", "2", "60.5 ± 0.7"]
+    assert parsed.tags.count("svg") == 3 * 2  # accuracy and two AUROCs, in two scenarios
+    assert len(re.findall(r"<h3>scenario.alpha 0\.1</h3>", html)) == 3
+    assert re.search(r"https?://|<script|<link|@import", html) is None
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["compare.html"]
+
+
+def test_charts_beside_each_other_share_the_axis(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", curve=[0.1, 0.2], scenario={"alpha": 0.1})
+    write_run(tmp_path / "b", curve=[0.8, 0.9], scenario={"alpha": 1.0})
+    charts = re.findall(r"<svg.*?</svg>", page(compare_runs([tmp_path]), tmp_path), flags=re.DOTALL)
+    ticks = [re.findall(r">(\d+ %)<", chart) for chart in charts]
+    assert len(ticks) == 2
+    assert ticks[0] == ticks[1]
+    assert {"20 %", "80 %"} <= set(ticks[0])
+
+
+def test_a_method_keeps_its_colour_and_the_ninth_is_dashed(tmp_path: Path) -> None:
+    for number in range(10):
+        for alpha in (0.1, 1.0):
+            # reversed ranking in the second scenario
+            end = 0.5 + (number if alpha == 0.1 else -number) / 100
+            write_run(tmp_path / f"{number}{alpha}", f"m{number}", curve=[0.1, end], scenario={"alpha": alpha})
+    html = page(compare_runs([tmp_path]), tmp_path)
+    entries = re.findall(r'swatch (dash-\d)" style="--line: var\(--(series-\d)\)"[^>]*></span>(m\d)', html)
+    assert len(entries) == 20
+    styles = {name: (dash, colour) for dash, colour, name in entries}
+    assert len(set(entries)) == 10
+    assert len(set(styles.values())) == 10
+    assert styles["m0"] == ("dash-1", "series-2")  # last of ten in the first scenario
+
+
+def test_band_spans_the_seeds(tmp_path: Path) -> None:
+    for seed, curve in enumerate([[0.1, 0.5, 0.6], [0.3, 0.6, 0.9], [0.2, 0.7, 0.6]]):
+        write_run(tmp_path / str(seed), seed=seed, curve=list(curve))
+    points = only(compare_runs([tmp_path])).curves["accuracy"]
+    assert points[2] == pytest.approx((2, 0.7, 0.6, 0.9))
+    assert points[0] == pytest.approx((0, 0.2, 0.1, 0.3))
+
+
+def test_names_are_escaped_in_page_and_terminal(tmp_path: Path) -> None:
+    name = "<script>[red]x[/red]&</script>"
+    write_run(tmp_path / "a", name, dataset=name, scenario={"labels": name})
+    comparison = compare_runs([tmp_path])
+    html = page(comparison, tmp_path)
+    assert "script" not in Balanced(html).tags
+    assert "&lt;script&gt;[red]x[/red]&amp;&lt;/script&gt;" in html
+    assert "[red]x[/red]" in printed(comparison)
+
+
+def test_novel_classes_are_ranked_by_accuracy_over_all(tmp_path: Path) -> None:
+    for method, over_all in (("low", 0.5), ("high", 0.7)):
+        path = write_run(tmp_path / method, method)
+        metrics = {"new": 0.4, "all": over_all, "old": 0.8, "clusters": 13.0}
+        lines = [{"round": number, "metrics": metrics} for number in range(3)]
+        (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        (path / "summary.json").write_text(
+            json.dumps({"metrics": metrics, "metrics_last10": metrics}), encoding="utf-8"
+        )
+    comparison = compare_runs([tmp_path])
+    assert comparison.headline == "all"
+    assert [row.method for row in comparison.rows] == ["high", "low"]
+    assert comparison.metrics == ["all", "old", "new", "clusters"]
+    assert re.search(r"high\s+1\s+70\.0\s+70\.0\s+80\.0\s+40\.0", printed(comparison, 80))
+    assert "svg" in Balanced(page(comparison, tmp_path)).tags

@@ -1,0 +1,563 @@
+"""`report.html` from run directories alone: whole, safe, self-contained, and honest about what is missing."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from semifed.errors import UserError
+from semifed.report import draw_partition, partition_table, words, write_report
+from semifed.report.partition import _class_groups
+from semifed.report.rundir_reader import find_runs, read_run
+from semifed.report.svg import PALETTE
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+NASTY = '<b>T&shirt</b> "$5$"'
+
+
+class Page(HTMLParser):
+    """Checks that tags balance while it collects text, tags and attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data + " "
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    return {
+        "dataset": "fashion-mnist",
+        "rounds": 3,
+        "seed": 7,
+        "clients_per_round": 2,
+        "scenario": {
+            "labels": "server",
+            "classes": "open",
+            "clients": 4,
+            "partition": "dirichlet",
+            "alpha": 0.3,
+            "labelled_per_class": 40,
+        },
+        "method": {"name": "openfl", "threshold": 0.95},
+        "engine": {"name": "local", "workers": 2},
+        **changes,
+    }
+
+
+def round_line(number: int, **changes: Any) -> dict[str, Any]:
+    trained = number > 0
+    return {
+        "round": number,
+        "lr": 0.03,
+        "clients": [0, 2] if trained else [],
+        "failures": [],
+        "loss": {"total": 1.5 / (number + 1), "supervised": 1 / (number + 1)} if trained else {},
+        "metrics": {
+            "accuracy": 0.5 + 0.1 * number,
+            "auroc_seen": 0.9,
+            "auroc_unseen.mnist": 0.95,
+            "auroc_overall": 0.925,
+        },
+        "pseudo": {"seen": 1200, "used": 700, "accuracy": 0.93, "used_unknown": 40} if trained else {},
+        "bytes_up": 1_500_000 * trained,
+        "bytes_down": 2_000_000 * trained,
+        "images": 900 * trained,
+        "seconds": 2.0,
+        **changes,
+    }
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    return {
+        "method": "openfl",
+        "metrics": {"accuracy": 0.8, "auroc_seen": 0.9, "auroc_overall": 0.925},
+        "metrics_last10": {"accuracy": 0.65, "auroc_seen": 0.9, "auroc_overall": 0.925},
+        "best": {"round": 2, "metric": "accuracy", "value": 0.8765, "note": "best test round, not a result"},
+        "per_class": [
+            {"class": "Coat", "accuracy": 0.512, "count": 1000},
+            {"class": NASTY, "accuracy": None, "count": 3},
+        ],
+        "bytes_up": 4_500_000,
+        "bytes_down": 6_000_000,
+        "seconds": 75.0,
+        "images_per_second": 1234.5,
+        "data_hash": "9f2c11b8",
+        "versions": {"torch": "2.13.0"},
+        "git_revision": None,
+        "machine": "a <small> machine",
+        "device": "cpu",
+        "workers": 2,
+        **changes,
+    }
+
+
+def partition(clients: int = 4, classes: int = 3, server: bool = True) -> dict[str, Any]:
+    counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
+    return {
+        "classes": [NASTY, *(f"class {number}" for number in range(1, classes))],
+        "known": [number < max(1, 2 * classes // 3) for number in range(classes)],
+        "labelled": (counts // 10).tolist(),
+        "unlabelled": counts.tolist(),
+        "server": [40] * classes if server else None,
+    }
+
+
+SCORES = {"bins": [0.0, 0.5, 1.0], "known": [90, 10], "sets": {"seen": [5, 45], "mnist": [0, 70]}}
+
+
+def write_run(
+    path: Path,
+    settings: dict[str, Any] | None = None,
+    rounds: list[dict[str, Any]] | None = None,
+    **files: dict[str, Any],
+) -> Path:
+    path.mkdir(parents=True)
+    (path / "recipe.toml").write_text(tomli_w.dumps(settings or recipe()), encoding="utf-8")
+    lines = [round_line(number) for number in range(4)] if rounds is None else rounds
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def whole_run(path: Path) -> Path:
+    failed = round_line(3, failures=[{"client": 61, "reason": "sent <NaN>"}])
+    rounds = [*(round_line(number) for number in range(3)), failed]
+    return write_run(path, None, rounds, summary=summary(), partition=partition(), scores=SCORES)
+
+
+def page_of(run: Path) -> tuple[str, Page]:
+    html = write_report(run).read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_whole_run_says_what_was_measured(tmp_path: Path) -> None:
+    target = write_report(whole_run(tmp_path / "run"))
+    page = Page(target.read_text(encoding="utf-8"))
+    assert target == tmp_path / "run" / "report.html"
+    for words_expected in (
+        "openfl on fashion-mnist",
+        "Labels at the server, 40 per class; unknown classes at the clients, to be rejected; Dirichlet 0.3",
+        "over 4 clients.",
+        "3 rounds of 2 clients, seed 7",
+        "Accuracy 80.0 % round 3",
+        "Accuracy 65.0 % mean of last 4 tests",
+        "AUROC, seen unknowns 90.0 %",
+        "AUROC, overall 92.5 %",
+        "4.50 MB 6.00 MB sent to them",
+        "1 min 15 s 1,234 images a second",
+        "not a result because the test images chose it: Accuracy 87.6 % after round 2",
+        "used, of those seen 58.3",  # 700 / 1200
+        "of unknown classes, of those used 5.7",  # 40 / 700
+        "Coat 51.2",
+        "known classes 100 images",
+        "sent <NaN> 1 61 3",
+        "Clients asked in all rounds: 6; failures: 1.",
+        "threshold 0.95",
+        "semifed run recipe.toml",
+        "9f2c11b8",
+        "2.13.0",
+    ):
+        assert words_expected in page.text
+    assert "unfinished" not in page.text
+    assert "Git revision" not in page.text
+    assert page.tags.count("svg") == 3 + 2 + 1 + 1
+
+
+def test_best_round_is_no_key_figure(tmp_path: Path) -> None:
+    html, _ = page_of(whole_run(tmp_path / "run"))
+    figures = re.search(r'<dl class="figures".*?</dl>', html, flags=re.DOTALL)
+    assert figures is not None
+    assert "87.6" not in figures.group()
+    assert html.count("87.6") == 1
+
+
+def test_names_are_escaped_everywhere(tmp_path: Path) -> None:
+    script = "<script>alert('1')</script>"
+    settings = recipe(
+        dataset=script, method={"name": script, "field<": '"&'}, scenario={"labels": script, "partition": script}
+    )
+    losses = round_line(1, loss={script: 1.0}, metrics={script: 0.5, "auroc_unseen.<i>": 0.5})
+    held = {**partition(), "classes": [script, NASTY, "</svg>"]}
+    scores = {**SCORES, "sets": {script: [1, 2]}}
+    files = {"summary": summary(versions={script: script}, data_hash=script), "partition": held, "scores": scores}
+    html, page = page_of(write_run(tmp_path / script.replace("/", ""), settings, [losses], **files))
+    assert "script" not in page.tags
+    assert "i" not in page.tags
+    assert "b" in page.tags  # the page's own, in legends: NASTY's would unbalance the count below
+    assert html.count("<b>") == html.count("</b>") == len(re.findall(r" <b>[^<]*</b></li>", html))
+    assert f"{script} on {script}" in page.text
+    assert NASTY in page.text
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
+    html, page = page_of(whole_run(tmp_path / "run"))
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
+    assert re.search(r"https?://|//[a-z]+\.|@import|url\((?!#)", html) is None
+    assert all(value.startswith("#") for name, value in page.attributes if name.endswith(("href", "src")))
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+
+
+def test_figures_share_no_ids_and_follow_the_page_colours(tmp_path: Path) -> None:
+    html, page = page_of(whole_run(tmp_path / "run"))
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'(?:href="#|url\(#)([^")]+)', html)
+    assert used
+    assert set(used) <= set(ids)
+    assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", html)) <= {
+        "none",
+        *(f"var(--{name}, {shade.light})" for name, shade in PALETTE.items()),
+    }
+
+
+def luminance(colour: str) -> float:
+    channels = np.array([int(colour[start : start + 2], 16) for start in (1, 3, 5)]) / 255
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_colours_have_enough_contrast(mode: str) -> None:
+    paper = luminance(getattr(PALETTE["paper"], mode))
+    for name, shade in PALETTE.items():
+        other = luminance(getattr(shade, mode))
+        contrast = (max(paper, other) + 0.05) / (min(paper, other) + 0.05)
+        # WCAG 2.2: 4.5 for text, 3 for lines that carry meaning
+        needed = 4.5 if name in ("ink", "quiet", "link", "alert") else 3.0 if name.startswith("series") else 1.0
+        assert contrast >= needed, name
+    assert len({shade.light for shade in PALETTE.values()}) == len(PALETTE)
+
+
+def test_tables_and_figures_speak(tmp_path: Path) -> None:
+    html, page = page_of(whole_run(tmp_path / "run"))
+    assert all('role="img" aria-label="' in svg for svg in re.findall(r"<svg[^>]*>", html))
+    assert all("scope=" in header for header in re.findall(r"<th[^>]*>", html.replace("<thead", "")))
+    assert ("lang", "en") in page.attributes
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert "Accuracy against rounds, up to round 3, where it is: Accuracy 80.0 percent." in labels
+
+
+def test_unfinished_run_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", recipe(rounds=50), [round_line(number) for number in range(13)])
+    _, page = page_of(run)
+    assert "This run is unfinished. The last recorded round is 12 of 50." in page.text
+    assert "Accuracy 170.0 % round 12" in page.text
+    assert f"Accuracy {100 * np.mean([0.5 + 0.1 * n for n in range(3, 13)]):.1f} % mean of last 10 tests" in page.text
+    assert "18.0 MB 24.0 MB sent to them" in page.text  # summed over rounds
+    assert "26.0 s 415 images a second" in page.text
+
+
+def test_summary_before_the_last_round_is_unfinished(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", recipe(rounds=50), summary=summary())
+    assert "This run is unfinished" in page_of(run)[1].text
+
+
+def test_run_without_a_round_renders(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rounds=[])
+    (run / "rounds.jsonl").unlink()
+    _, page = page_of(run)
+    assert "No round has been recorded yet (of 3 planned)." in page.text
+    assert "threshold 0.95" in page.text
+    assert "svg" not in page.tags
+
+
+def test_summary_alone_renders(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", summary=summary())
+    (run / "rounds.jsonl").unlink()
+    (run / "recipe.toml").unlink()
+    assert "Accuracy 80.0 % last round" in page_of(run)[1].text
+
+
+@pytest.mark.parametrize("classes", ["known", "novel"])
+def test_single_round_and_other_scenarios_render(tmp_path: Path, classes: str) -> None:
+    metrics = (
+        {"accuracy": 0.5} if classes == "known" else {"all": 0.5, "old": 0.6, "new": 0.4, "clusters": 12, "nmi": 0.3}
+    )
+    scenario = {"labels": "some-clients", "labelled_clients": 2, "classes": classes, "clients": 1, "partition": "iid"}
+    run = write_run(
+        tmp_path / "run",
+        recipe(rounds=1, scenario=scenario),
+        [round_line(1, metrics=metrics, pseudo={}, loss={})],
+        summary=summary(metrics=metrics, metrics_last10=metrics, best=None, per_class=None),
+    )
+    _, page = page_of(run)
+    assert "Labels at 2 of the clients; " in page.text
+    assert "evenly spread over 1 client." in page.text
+    assert "Pseudo-labels" not in page.text
+    assert ("Accuracy, novel classes 40.0 %" in page.text) is (classes == "novel")
+    assert ("AUROC" in page.text) is False
+
+
+def test_nulls_are_dashes(tmp_path: Path) -> None:
+    nothing = {"accuracy": None, "auroc_seen": None}
+    rounds = [
+        round_line(0, metrics={"accuracy": 0.5}),
+        round_line(
+            1, loss={"total": None}, metrics=nothing, pseudo={"seen": 10, "used": 0, "accuracy": None}, seconds=None
+        ),
+    ]
+    run = write_run(
+        tmp_path / "run",
+        recipe(rounds=1),
+        rounds,
+        summary=summary(
+            metrics=nothing, metrics_last10=None, seconds=None, images_per_second=None, bytes_up=None, best={}
+        ),
+        scores={"bins": [0.0, 1.0], "known": None, "sets": {"seen": [1, 2, 3]}},
+        partition={**partition(), "labelled": [[None] * 3] * 4},
+    )
+    _, page = page_of(run)
+    assert "Accuracy – % round 1" in page.text
+    assert "Accuracy – % mean of last 2 tests" in page.text
+    assert "nan" not in page.text.lower().split()
+    assert "Known or unknown" not in page.text
+
+
+def test_last_ten_mean_is_missing_if_a_test_is(tmp_path: Path) -> None:
+    rounds = [
+        round_line(number, metrics={"accuracy": None if number == 2 else 0.5, "ari": 0.1 * number})
+        for number in range(4)
+    ]
+    run = read_run(write_run(tmp_path / "run", rounds=rounds))
+    assert run.metrics_last10["accuracy"] is None
+    assert run.metrics_last10["ari"] == pytest.approx(0.15)
+
+
+def test_half_a_last_line_is_forgiven_but_not_one_in_the_middle(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    whole = (run / "rounds.jsonl").read_text(encoding="utf-8")
+    (run / "rounds.jsonl").write_text(whole + '{"round": 4, "lo', encoding="utf-8")
+    assert read_run(run).last_round == 3
+    (run / "rounds.jsonl").write_text('{"round": 0, "lo\n' + whole, encoding="utf-8")
+    with pytest.raises(UserError, match=r"rounds\.jsonl, line 1"):
+        write_report(run)
+
+
+def test_a_round_that_was_repeated_after_a_resume_counts_once(tmp_path: Path) -> None:
+    rounds = [round_line(1), round_line(2, seconds=100.0), round_line(2, seconds=1.0), round_line(3)]
+    assert read_run(write_run(tmp_path / "run", rounds=rounds)).total("seconds") == 5.0
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "summary.json", "partition.json", "scores.json"])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    run = whole_run(tmp_path / "run")
+    (run / name).write_text("[1,", encoding="utf-8")
+    with pytest.raises(UserError, match=re.escape(name)):
+        write_report(run)
+    assert not (run / "report.html").exists()
+
+
+def test_no_run_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="elsewhere"):
+        write_report(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="not a run directory"):
+        write_report(tmp_path)
+    with pytest.raises(UserError, match="nothing to compare"):
+        find_runs([])
+
+
+def test_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = whole_run(tmp_path / "run")
+    (run / "report.html").write_text("the one before", encoding="utf-8")
+
+    def full_disk(self: Path, text: str, encoding: str) -> int:
+        self.write_bytes(text[:100].encode(encoding))
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            write_report(run)
+    assert (run / "report.html").read_text(encoding="utf-8") == "the one before"
+    files = {path.name for path in run.iterdir()}
+    write_report(run)
+    assert {path.name for path in run.iterdir()} == files
+    assert "the one before" not in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_many_clients_and_classes_stay_small_and_legible(tmp_path: Path) -> None:
+    classes = [{"class": f"class {number}", "accuracy": number / 100, "count": 10} for number in range(100)]
+    run = write_run(tmp_path / "run", summary=summary(per_class=classes), partition=partition(100, 100))
+    html, page = page_of(run)
+    assert len(html) < 1_000_000
+    assert "100 classes, neighbours added up" in page.text
+    assert "of 100 clients, evenly spaced" in page.text
+    lowest, highest = page.text.index("The lowest"), page.text.index("The highest")
+    assert lowest < page.text.index("class 0 0.0") < highest < page.text.index("class 99 99.0")
+
+
+def test_same_run_same_bytes_from_many_threads(tmp_path: Path) -> None:
+    runs = [whole_run(tmp_path / str(number)) for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        pages = {path.read_bytes() for path in pool.map(write_report, runs)}
+    assert len(pages) == 1
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 31.0, "lines.marker": "x"}):
+        styled = draw_partition(partition(), None)
+        assert matplotlib.rcParams["font.size"] == 31.0
+    assert styled == draw_partition(partition(), None)
+
+
+def test_matplotlib_waits_for_the_first_figure() -> None:
+    check = "import sys, semifed.report; print([n for n in ('matplotlib', 'jinja2', 'torch') if n in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
+    assert shown.strip() == "[]"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_partition_to_a_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"held{suffix}"
+    assert draw_partition(partition(), path) is None
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    if suffix == ".png":
+        with Image.open(path) as image:
+            colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or ()}
+            assert image.width > 600
+        ring = tuple(int(PALETTE["series-2"].light[start : start + 2], 16) for start in (1, 3, 5))
+        assert ring in colours
+    else:
+        text = path.read_text(encoding="utf-8")
+        assert "&lt;b&gt;T&amp;shirt" in text
+        assert "var(--" not in text
+
+
+def test_partition_needs_a_picture_format(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"held\.pgn.*did you mean '\.png'"):
+        draw_partition(partition(), tmp_path / "held.pgn")
+
+
+def bubble_count(svg: str, colour: str) -> int:
+    alone = re.findall(r'<use [^>]*style="[^"]*' + colour, svg)
+    grouped = re.findall(r'<g style="[^"]*' + colour + r"[^>]*>((?:<use [^>]*/>)+)</g>", svg)
+    return len(alone) + "".join(grouped).count("<use ")
+
+
+def test_every_holding_has_a_bubble() -> None:
+    held = partition(clients=6, classes=5)
+    svg = draw_partition(held, None)
+    assert svg is not None
+    unlabelled, labelled = np.array(held["unlabelled"]), np.array(held["labelled"])
+    assert bubble_count(svg, "series-1") == (unlabelled > 0).sum() + 2  # and two in the legend
+    assert labelled.max() == 4  # one size in the legend, and one for the server
+    assert (
+        bubble_count(svg, "series-2") == (labelled > 0).sum() + 5 + 1 + 1
+    )  # the server's, and one of each in the legend
+    assert ">unknown<" in svg
+    assert ">unknown<" not in (draw_partition({**held, "known": [True] * 5}, None) or "")
+
+
+def test_partition_without_images_or_clients_draws() -> None:
+    empty = {"classes": ["a"], "known": [True], "labelled": [], "unlabelled": [], "server": None}
+    assert "<svg" in (draw_partition(empty, None) or "")
+    assert "<svg" in (draw_partition({**empty, "labelled": [[0]], "unlabelled": [[0]], "server": [0]}, None) or "")
+
+
+def test_ragged_partition_is_refused() -> None:
+    with pytest.raises(UserError, match=r"partition\.json"):
+        draw_partition({**partition(), "server": [1]}, None)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=300), st.integers(2, 80))
+def test_class_groups_cover_all_and_never_mix(known: list[bool], most: int) -> None:
+    groups = _class_groups(known, most)
+    assert sorted(member for group in groups for member in group) == list(range(len(known)))
+    assert len(groups) <= most
+    assert all(len({known[member] for member in group}) == 1 for group in groups)
+
+
+def table_text(held: dict[str, Any]) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    partition_table(held, console)
+    return console.export_text()
+
+
+def test_partition_table_counts() -> None:
+    held = partition(clients=5, classes=4)
+    labelled, unlabelled = np.array(held["labelled"]), np.array(held["unlabelled"])
+    both, known = labelled + unlabelled, np.array(held["known"])
+    rows = [line.split() for line in table_text(held).splitlines()]
+    share = 100 * both[:, ~known].sum(1) / both.sum(1)
+    for client in range(5):
+        expected = [labelled[client].sum(), unlabelled[client].sum(), (both[client] > 0).sum(), f"{share[client]:.1f}"]
+        assert [str(client), *map(str, expected)] in rows
+    assert ["server", "160", "0", "4", "0.0"] in rows
+    median = [f"{np.median(labelled.sum(1)):.0f}", f"{np.median(unlabelled.sum(1)):.0f}"]
+    assert next(row for row in rows if row[:1] == ["median"])[1:3] == median
+
+
+def test_partition_table_is_summarised_for_many_clients() -> None:
+    first = [line.split()[0] for line in table_text(partition(clients=41)).splitlines() if line.split()]
+    assert first[2:] == ["server", *"01234", "…", "36", "37", "38", "39", "40", "min", "median", "max"]
+    assert "…" not in table_text(partition(clients=40))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (3599.4, "59 min 59 s"),
+        (3600, "1 h 00 min"),
+        (7199, "2 h 00 min"),
+    ],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert words.duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (9_999, "10.0 kB"),
+        (123_456, "123 kB"),
+        (999_600, "1.00 MB"),
+        (5e13, "50.0 TB"),
+    ],
+)
+def test_traffic(amount: float, shown: str) -> None:
+    assert words.traffic(amount) == shown
