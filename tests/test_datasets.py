@@ -192,9 +192,10 @@ def test_the_directory_of_the_set_itself_and_dotted_names_are_accepted(tmp_path:
     np.testing.assert_array_equal(dataset.x_test.numpy()[:, 0], parts["t10k-images"])
 
 
-def test_idx_files_without_a_telling_directory_are_nobodys(tmp_path: Path) -> None:
+def test_files_that_any_set_could_have_need_a_telling_directory(tmp_path: Path) -> None:
     write_idx_set(tmp_path)
-    assert all(entry.found is None for entry in catalogue(str(tmp_path)) if entry.name in ("mnist", "kmnist"))
+    (tmp_path / "train").mkdir()
+    assert all(entry.found is None for entry in catalogue(str(tmp_path)) if entry.name != "digits")
 
 
 def test_computed_moments_equal_numpy(tmp_path: Path) -> None:
@@ -572,7 +573,7 @@ def test_mixed_sizes_become_the_most_frequent_square_and_grey_stays_grey(tmp_pat
     resized = np.asarray(Image.fromarray(photograph).resize((12, 12), Image.Resampling.BILINEAR))
     everything = torch.cat([dataset.x_train, dataset.x_test]).numpy()
     assert any(np.array_equal(image[0], resized) for image in everything)
-    write_png(root / "b" / "2.png", images(12, 10, 3))
+    write_png(root / "a" / "one-in-colour.png", images(12, 10, 3))
     assert load(str(root)).x_train.shape[1:] == (3, 12, 12)
 
 
@@ -607,12 +608,14 @@ def test_images_of_every_kind_become_bytes(tmp_path: Path) -> None:
 
 
 def test_photographs_taken_sideways_are_turned_upright(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "photo.png"
+    path = tmp_path / "photos" / "a" / "photo.png"
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera lay on its side: turn clockwise
     upright = images(6, 4)
     write_png(path, np.rot90(upright), exif=exif)
     np.testing.assert_array_equal(read_image(path)[0], upright)
+    write_png(path.with_name("screen.png"), upright)
+    assert load(str(tmp_path / "photos")).x_train.shape[1:] == (1, 6, 4)
 
 
 def test_broken_folders_are_told(tmp_path: Path) -> None:
