@@ -340,6 +340,13 @@ def test_page_has_the_table_and_a_chart_per_scenario(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["compare.html"]
 
 
+def test_charts_of_one_scenario_stand_together_under_their_metric(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", metrics={"auroc_seen": 0.9})
+    html = page(compare_runs([tmp_path]), tmp_path)
+    assert re.findall(r"<h3>(.*?)</h3>", html) == ["Accuracy", "AUROC, seen unknowns"]
+    assert html.count('class="charts"') == 1
+
+
 def test_charts_beside_each_other_share_the_axis(tmp_path: Path) -> None:
     write_run(tmp_path / "a", curve=[0.1, 0.2], scenario={"alpha": 0.1})
     write_run(tmp_path / "b", curve=[0.8, 0.9], scenario={"alpha": 1.0})

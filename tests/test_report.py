@@ -317,12 +317,14 @@ def test_single_round_and_other_scenarios_render(tmp_path: Path, classes: str) -
         [round_line(1, metrics=metrics, pseudo={}, loss={})],
         summary=summary(metrics=metrics, metrics_last10=metrics, best=None, per_class=None),
     )
-    _, page = page_of(run)
+    html, page = page_of(run)
     assert "Labels at 2 of the clients; " in page.text
     assert "evenly spread over 1 client." in page.text
     assert "Pseudo-labels" not in page.text
     assert ("Accuracy, novel classes 40.0 %" in page.text) is (classes == "novel")
     assert ("AUROC" in page.text) is False
+    assert {"0", "1", "round"} <= set(re.findall(r">([^<>]+)</text>", html))
+    assert "0.96" not in html  # rounds are whole
 
 
 def test_nulls_are_dashes(tmp_path: Path) -> None:

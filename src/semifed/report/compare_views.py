@@ -207,7 +207,7 @@ def _subject(comparison: Comparison) -> str:
 
 
 def _panels(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
-    """Learning curves by metric: a chart for each block, all with the same axis."""
+    """Learning curves by metric: a chart for each block, all with the same axis; one group if there is one block."""
     labels = dict.fromkeys(row.label for row in comparison.rows)
     styles = {label: position for position, label in enumerate(labels)}
     wanted = (comparison.headline, "old", "new", "auroc_seen", "auroc_overall")
@@ -222,6 +222,9 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
         charts = [_panel(metric, block, lines, everything) for block, lines in by_block.items()]
         if charts:
             panels.append((metric_title(metric), charts))
+    if all(len(charts) == 1 for _, charts in panels):
+        together = [charts[0]._replace(title=title, note=charts[0].title) for title, charts in panels]
+        return [("", together)] if together else []
     return panels
 
 

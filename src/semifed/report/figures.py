@@ -63,12 +63,13 @@ def legend(series: Series, value: str) -> LegendEntry:
 def line_chart(series: Sequence[Series], description: str, *, percent: bool, beside: Sequence[Series] = ()) -> str:
     """Values against rounds, fractions in percent; the axis has room for the series of charts beside this one."""
     scale = 100.0 if percent else 1.0
+    longest = max(len(line.points) for line in series)
     with page_style():
         figure, axes = _chart()
         for line in series:
-            _draw_line(axes, line, scale)
+            _draw_line(axes, line, scale, marked=longest <= _MARKERS_UP_TO)
         _make_room(axes, [*series, *beside], scale)
-        _round_axis(axes)
+        _round_axis(axes, last=max(point.round for line in series for point in line.points))
         if percent:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, -2.0), min(high, 102.0))
@@ -106,18 +107,17 @@ def _chart() -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def _draw_line(axes: "Axes", line: Series, scale: float) -> None:
+def _draw_line(axes: "Axes", line: Series, scale: float, *, marked: bool) -> None:
     colour = series_colour(line.style)
     rounds = [point.round for point in line.points]
     drawn = [math.nan if point.value is None else scale * point.value for point in line.points]
-    alone = len(drawn) <= _MARKERS_UP_TO
     axes.plot(
         rounds,
         drawn,
         color=colour,
         linewidth=1.5,
         dashes=_DASHES[line.style // SERIES_COUNT % len(_DASHES)] or (None, None),
-        marker="o" if alone else None,
+        marker="o" if marked else None,
         markersize=2.6,
         solid_capstyle="round",
     )
@@ -139,9 +139,11 @@ def _make_room(axes: "Axes", series: Sequence[Series], scale: float) -> None:
         axes.autoscale_view()
 
 
-def _round_axis(axes: "Axes") -> None:
+def _round_axis(axes: "Axes", last: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=_STEPS))
-    axes.margins(x=0.02)
+    axes.set_xlim(
+        -0.02 * max(last, 1), 1.02 * max(last, 1)
+    )  # from round 0 in every chart, so that they can be read together
     axes.set_xlabel("round", loc="right", labelpad=1, color=PALETTE["quiet"].light)
