@@ -154,7 +154,8 @@ class _Pool:
 
     def __init__(self, build: Callable[[], Workplace], images: Tensor, workers: int, timeout: float | None) -> None:
         self._context = torch_mp.get_context("forkserver")
-        mp.set_forkserver_preload(["semifed.run"])
+        # The first optimiser of a process imports torch._dynamo, which takes as long as torch itself.
+        mp.set_forkserver_preload(["semifed.run", "torch._dynamo"])
         self._build = build
         self._images = images.share_memory_()
         self._timeout = timeout
