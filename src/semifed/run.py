@@ -160,9 +160,12 @@ class RoundLoop:
         def ask(down: Any, /) -> list[Any]:
             cohort = self._cohort(round_)
             traffic[1] += len(cohort) * size_in_bytes(down)
+            held = dict(self.engine.held)
             fresh = [
                 _checked(answer, down) for answer in self.engine.ask(round_, recipe.local.lr * factor, cohort, down)
             ]
+            # The momentum behind a refused update is as broken as the update: that client goes on from before.
+            self.engine.held = held | {one.record.client: one.held for one in fresh if isinstance(one, Reply)}
             answers.extend(fresh)
             ups = [answer.up for answer in fresh if isinstance(answer, Reply)]
             traffic[0] += sum(size_in_bytes(up) for up in ups)
