@@ -261,7 +261,6 @@ def test_a_large_mean_costs_no_precision_in_the_variance() -> None:
     assert layer.running_var.item() == pytest.approx(values.double().var().item(), rel=1e-5)
 
 
-@pytest.mark.usefixtures("layer_by_layer")
 def test_images_of_different_sizes_count_by_their_pixels() -> None:
     layer = BatchNorm(1)
     small, large = torch.full((3, 1, 1, 1), 2.0), torch.full((2, 1, 2, 3), -1.0)
@@ -330,6 +329,11 @@ def test_large_sets_go_through_in_batches(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [1, 21]
     # 4 channels of 12 x 10 float32 values, four tensors alive at a time.
     monkeypatch.setattr(batchnorm, "_ONE_PASS_BYTES", 21 * 4 * 120 * 4 * 4 - 1)
+    seen.clear()
+    recalibrate(net, images, batch=8)
+    assert seen == [1] + [8, 8, 5] * 3
+    monkeypatch.setattr(batchnorm, "_ONE_PASS_BYTES", 2**40)
+    monkeypatch.setattr(batchnorm, "_ONE_PASS_IMAGES", 20)
     seen.clear()
     recalibrate(net, images, batch=8)
     assert seen == [1] + [8, 8, 5] * 3

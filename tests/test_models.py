@@ -416,6 +416,7 @@ def test_state_holds_float32_tensors_only(name: str) -> None:
         ({"width": [16, 32]}, ["model.width", "[16, 32]"]),
         ({"width": [16, 32, 0]}, ["model.width"]),
         ({"name": "resnet8", "width": [16, 32, 64]}, ["model.width", "[16, 32, 64]"]),
+        ({"name": "resnet8", "width": True}, ["model.width", "not True"]),
         ({"name": "resnet8", "width": 0}, ["model.width", "not 0"]),
         ({"name": "wrn-28-2", "width": 0.3}, ["model.width", "16 x width", "0.3"]),
         ({"name": "wrn-28-2", "width": "wide"}, ["model.width", "'wide'"]),
