@@ -459,6 +459,15 @@ def test_npz_layouts(
     assert dataset.source == str(path)
 
 
+def test_npz_arrays_in_fortran_order_become_contiguous(tmp_path: Path) -> None:
+    arrays = npz_arrays(shape=(3, 5, 4))
+    fortran: dict[str, Any] = {key: np.asfortranarray(value) for key, value in arrays.items()}
+    np.savez(tmp_path / "own.npz", **fortran)
+    dataset = load(str(tmp_path / "own.npz"))
+    assert_consistent(dataset)
+    np.testing.assert_array_equal(dataset.x_test.numpy(), arrays["x_test"])
+
+
 def test_npz_class_names_and_label_columns(tmp_path: Path) -> None:
     arrays = npz_arrays()
     for names in (np.array(["cat", "dog", "eel"]), np.array([b"cat", b"dog", b"eel"])):
