@@ -20,7 +20,7 @@ def stream_seed(*key: Key) -> int:
     >>> stream_seed(0, 12, "x") == stream_seed(0, 1, "2x")
     False
     """
-    text = "/".join(f"{type(part).__name__}:{part}" for part in key)
+    text = "/".join(f"{type(part).__name__}:{part}".replace("/", "//") for part in key)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
