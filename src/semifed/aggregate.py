@@ -21,9 +21,17 @@ def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
     Float64 keeps the mean of equal models equal to them, bit for bit.
     """
     return {
-        name: sum(
-            (model[name].double() * share for model, share in zip(models[1:], weight[1:].tolist(), strict=True)),
-            start=models[0][name].double() * float(weight[0]),
-        ).to(models[0][name].dtype)
+        name: _as_type(
+            sum(
+                (model[name].double() * share for model, share in zip(models[1:], weight[1:].tolist(), strict=True)),
+                start=models[0][name].double() * float(weight[0]),
+            ),
+            models[0][name].dtype,
+        )
         for name in models[0]
     }
+
+
+def _as_type(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Counters are rounded, not cut: the mean of equal ones may come out a hair below them."""
+    return (value if dtype.is_floating_point else value.round()).to(dtype)
