@@ -1,0 +1,145 @@
+"""Payloads as named arrays and back, sizes, and which weights are refused."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from semifed.wire import fault_of, from_arrays, size_in_bytes, to_arrays
+
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+class Inner(NamedTuple):
+    value: Tensor
+    more: dict[str, Tensor]
+
+
+class Payload(NamedTuple):
+    weights: dict[str, Tensor]
+    samples: Tensor
+    inner: Inner
+    extra: Inner | None = None
+    count: Tensor | None = None
+
+
+class Empty(NamedTuple):
+    pass
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    tensor = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    tensor = tensor.to(draw(st.sampled_from(DTYPES)))
+    return tensor.transpose(0, -1) if draw(st.booleans()) and tensor.ndim > 1 else tensor
+
+
+names = st.text(st.characters(exclude_characters="/", codec="utf-8"), min_size=1, max_size=6)
+maps = st.dictionaries(names, tensors(), max_size=3)
+inners = st.builds(Inner, tensors(), maps)
+payloads = st.builds(Payload, maps, tensors(), inners, st.none() | inners, st.none() | tensors())
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def check_same(one: object, other: object) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        assert same(one, other)
+    elif isinstance(one, dict) and isinstance(other, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            check_same(one[key], other[key])
+    elif isinstance(one, tuple) and isinstance(other, tuple):
+        for left, right in zip(one, other, strict=True):
+            check_same(left, right)
+
+
+@given(payloads)
+def test_there_and_back(payload: Payload) -> None:
+    check_same(from_arrays(Payload, to_arrays(payload)), payload)
+
+
+def test_the_order_of_arrays_does_not_matter() -> None:
+    payload = Payload({"b": torch.ones(1), "a": torch.zeros(2)}, torch.tensor(3), Inner(torch.tensor(1.0), {}))
+    arrays = to_arrays(payload)
+    back = from_arrays(Payload, dict(reversed(arrays.items())))
+    assert to_arrays(back).keys() == arrays.keys()
+    assert torch.equal(back.samples, payload.samples)
+
+
+def test_names_are_paths() -> None:
+    payload = Payload({"w": torch.ones(1)}, torch.tensor(3), Inner(torch.tensor(1.0), {"x": torch.ones(2)}))
+    assert list(to_arrays(payload)) == ["weights/w", "samples", "inner/value", "inner/more/x"]
+
+
+def test_a_tuple_of_nothing_travels_as_nothing() -> None:
+    assert to_arrays(Empty()) == {}
+    assert from_arrays(Empty, {}) == Empty()
+
+
+def test_a_name_that_begins_like_another_is_another() -> None:
+    class Two(NamedTuple):
+        extra: Tensor | None
+        extra_long: Tensor | None
+
+    back = from_arrays(Two, to_arrays(Two(None, torch.ones(1))))
+    assert back.extra is None
+    assert back.extra_long is not None
+
+
+@pytest.mark.parametrize("value", [3, "text", [torch.ones(1)], np.ones(2), (torch.ones(1),)])
+def test_what_cannot_travel_is_named(value: object) -> None:
+    with pytest.raises(TypeError, match=f"weights: a {type(value).__name__} cannot travel"):
+        to_arrays({"weights": value})
+
+
+def test_a_slash_in_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="'a/b' holds a '/'"):
+        to_arrays({"a/b": torch.ones(1)})
+
+
+def test_a_missing_or_foreign_array_is_named() -> None:
+    arrays = to_arrays(Inner(torch.ones(1), {}))
+    with pytest.raises(ValueError, match="'value' is missing"):
+        from_arrays(Inner, {})
+    with pytest.raises(ValueError, match="unexpected array 'surplus' for Inner"):
+        from_arrays(Inner, {**arrays, "surplus": torch.ones(1)})
+
+
+@given(payloads)
+def test_size(payload: Payload) -> None:
+    assert size_in_bytes(payload) == sum(array.numpy().nbytes for array in to_arrays(payload).values())
+
+
+LIKE = {"kernel": torch.zeros(2, 3), "count": torch.tensor([1, 2])}
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"kernal": torch.zeros(2, 3)}, "'kernal' were never sent out"),
+        ({"kernel": torch.zeros(3, 2)}, r"'kernel' is torch.float32 \[3, 2\], expected torch.float32 \[2, 3\]"),
+        ({"kernel": torch.zeros(2, 3, dtype=torch.float64)}, "torch.float64"),
+        ({"kernel": torch.full((2, 3), torch.nan)}, "'kernel' holds NaN or infinity"),
+        ({"kernel": torch.tensor([[0.0, 0, 0], [0, 0, torch.inf]])}, "'kernel' holds NaN or infinity"),
+        ({"kernel": torch.tensor([[0.0, 0, -torch.inf], [0, 0, 0]])}, "'kernel' holds NaN or infinity"),
+    ],
+)
+def test_faulty_weights_are_refused(weights: dict[str, Tensor], words: str) -> None:
+    fault = fault_of(weights, LIKE)
+    assert fault is not None
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(fault)
+
+
+def test_sound_weights_pass_also_in_part() -> None:
+    assert fault_of(dict(LIKE), LIKE) is None
+    assert fault_of({"kernel": torch.ones(2, 3)}, LIKE) is None
