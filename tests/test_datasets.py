@@ -25,12 +25,11 @@ from semifed.data.formats import (
     IDX_FILES,
     Official,
     check_official,
-    image_files,
     read_cifar_batch,
     read_idx,
-    read_image,
     stratified_split,
 )
+from semifed.data.image_folder import image_files, read_image
 from semifed.errors import UserError
 
 Array = NDArray[Any]
@@ -740,3 +739,30 @@ def test_image_files_are_sorted_and_complete(tmp_path: Path) -> None:
         path.touch()
     found = image_files(tmp_path / "images")
     assert [str(p.relative_to(tmp_path / "images")) for p in found] == ["a.jpeg", "b.JPG", "sub/c.tif"]
+
+
+def test_owners_of_an_npz_reach_the_data_set(tmp_path: Path) -> None:
+    arrays = npz_arrays()
+    np.savez(tmp_path / "own.npz", **arrays, owner_train=np.array([0, 2, 1, 1, 0, 2]))
+    owner = load(str(tmp_path / "own.npz")).owner
+    assert owner is not None
+    assert owner.tolist() == [0, 2, 1, 1, 0, 2]
+    for wrong in (np.zeros(5, np.int64), np.zeros(6), np.array([0, 1, -1, 0, 0, 0])):
+        np.savez(tmp_path / "own.npz", **arrays, owner_train=wrong)
+        with pytest.raises(UserError, match="expected owner_train"):
+            load(str(tmp_path / "own.npz"))
+
+
+def test_a_folder_a_client(tmp_path: Path) -> None:
+    for client, counts in (("berlin", (1, 2)), ("aachen", (3, 0))):
+        for name, count in zip(("cat", "dog"), counts, strict=True):
+            for index in range(count):
+                write_png(tmp_path / "clients" / client / name / f"{index}.png", images(4, 4, seed=index))
+    for name in ("cat", "dog"):
+        write_png(tmp_path / "test" / name / "0.png", images(4, 4, seed=7))
+    dataset = load(str(tmp_path))
+    assert_consistent(dataset)
+    assert dataset.owner is not None
+    assert dataset.owner.tolist() == [0, 0, 0, 1, 1, 1]  # aachen, then berlin
+    assert dataset.y_train.tolist() == [0, 0, 0, 0, 1, 1]
+    assert len(dataset.x_test) == 2

@@ -13,36 +13,32 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.io
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
 
 from semifed.errors import UserError
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 
-IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
-LARGEST_MIXED_SIDE = 64  # pixels; folders of differently sized photographs are brought down to this
 SPLIT_SEED = 20_240_229
-_DAMAGE = (OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+DAMAGE = (OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 class Arrays(NamedTuple):
-    """A data set as read: images uint8 [n, c, h, w], labels int64 [n], class names if the files give them."""
+    """A data set as read: images uint8 [n, c, h, w], labels int64 [n], names and owners if the files give them."""
 
     x_train: Pixels
     y_train: Labels
     x_test: Pixels
     y_test: Labels
     classes: tuple[str, ...] | None = None
+    owner: Labels | None = None  # client of each training image, where the files say so
 
 
 class Official(NamedTuple):
@@ -98,7 +94,7 @@ def read_idx(path: Path, rank: int, official: Official | None = None) -> Pixels:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise UserError(f"{path}: cannot be read ({error}); expected a complete idx file") from None
     header = 4 + 4 * rank
     magic = 0x0800 + rank
@@ -223,7 +219,7 @@ def read_cifar_set(
                     name = Path(member.name).name
                     if name in wanted and (stream := archive.extractfile(member)) is not None:
                         contents[name] = stream.read()
-    except (*_DAMAGE, tarfile.TarError) as error:
+    except (*DAMAGE, tarfile.TarError) as error:
         raise UserError(f"{path}: cannot be read as a CIFAR archive ({error}); is it cut short?") from None
     missing = [name for name in wanted if name not in contents]
     if missing:
@@ -278,14 +274,14 @@ def _channels_first(where: str, x: NDArray[Any]) -> Pixels:
 
 
 def read_npz(path: Path) -> Arrays:
-    """A data set from x_train, y_train, x_test, y_test and optional `classes`; training may be empty."""
+    """A data set from {x,y}_{train,test}, optionally `classes` and `owner_train`; training may be empty."""
     fields: dict[str, NDArray[Any]] = {}
     wanted = ("x_train", "y_train", "x_test", "y_test")
     try:
         # opened here because NumPy leaves the file open when it is no archive
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            fields = {key: archive[key] for key in (*wanted, "classes") if key in archive.files}
-    except (*_DAMAGE, TypeError, AttributeError) as error:
+            fields = {key: archive[key] for key in (*wanted, "classes", "owner_train") if key in archive.files}
+    except (*DAMAGE, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as .npz without pickles ({error})") from None
     missing = [key for key in wanted if key not in fields]
     if missing:
@@ -314,98 +310,18 @@ def read_npz(path: Path) -> Arrays:
         _paired(f"{path} ({part})", images[part], labels[part])
     classes = fields.get("classes")
     names = None if classes is None else tuple(_text(name) for name in classes.reshape(-1).tolist())
-    return Arrays(images["train"], labels["train"], images["test"], labels["test"], names)
+    owner = _owner(path, fields.get("owner_train"), len(labels["train"]))
+    return Arrays(images["train"], labels["train"], images["test"], labels["test"], names, owner)
+
+
+def _owner(path: Path, owner: NDArray[Any] | None, count: int) -> Labels | None:
+    if owner is None:
+        return None
+    if owner.shape != (count,) or owner.dtype.kind not in "iu" or owner.min(initial=0) < 0:
+        found = f"{owner.dtype} {list(owner.shape)}"
+        raise UserError(f"{path}: expected owner_train as client numbers from 0 on, [{count}], found {found}")
+    return owner.astype(np.int64)
 
 
 def _text(name: object) -> str:
     return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
-
-
-def image_files(folder: Path) -> list[Path]:
-    """All image files below a folder in a fixed order; hidden ones and other files are left out."""
-    files = (p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-    return sorted(p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts))
-
-
-def _is_grey(mode: str) -> bool:
-    return mode in ("1", "L", "LA") or mode.startswith("I")
-
-
-def read_image(path: Path, size: tuple[int, int] | None = None, grey: bool | None = None) -> Pixels:
-    """One image as uint8 [c, h, w], upright, resized to (height, width) and made grey or RGB if asked."""
-    try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)
-            image.load()
-    except (*_DAMAGE, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: not a readable image ({error})") from None
-    if image.mode == "F":
-        raise UserError(f"{path}: expected 8- or 16-bit pixels, found floating point")
-    if image.mode.startswith("I"):
-        # Pillow would clip 16-bit grey at 255 instead of scaling it
-        image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
-    if grey is None:
-        grey = _is_grey(image.mode)
-    if image.mode in ("P", "PA"):
-        image = image.convert("RGBA")  # palettes with transparency have no direct way to RGB
-    image = image.convert("L" if grey else "RGB")
-    if size is not None and (image.height, image.width) != size:
-        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image)
-    return pixels[None] if grey else np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
-def _common_form(files: Iterable[Path]) -> tuple[tuple[int, int], bool]:
-    sizes: Counter[tuple[int, int]] = Counter()
-    grey = True
-    for path in files:
-        try:
-            with Image.open(path) as image:
-                turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 lie on their side
-                sizes[(image.width, image.height) if turned else (image.height, image.width)] += 1
-                grey = grey and _is_grey(image.mode)
-        except (*_DAMAGE, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{path}: not a readable image ({error})") from None
-    if len(sizes) == 1:
-        return next(iter(sizes)), grey
-    frequent = max(sizes, key=lambda size: (sizes[size], size))
-    side = min(max(frequent), LARGEST_MIXED_SIDE)
-    return (side, side), grey
-
-
-def _class_folders(folder: Path) -> dict[str, list[Path]]:
-    children = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if not children:
-        raise UserError(f"{folder}: expected one folder of images a class, found none")
-    by_class = {child.name: image_files(child) for child in children}
-    for child in children:
-        if not by_class[child.name]:
-            raise UserError(f"{child}: expected images ({', '.join(sorted(IMAGE_SUFFIXES))}), found none")
-    return by_class
-
-
-def read_image_folder(folder: Path) -> Arrays:
-    """Class folders in train/ and test/, or class folders alone with a fixed fifth held out as test set."""
-    divided = (folder / "train").is_dir()
-    if divided and not (folder / "test").is_dir():
-        raise UserError(f"{folder}: expected the folder 'test' beside 'train'")
-    parts = [_class_folders(folder / name) for name in ("train", "test")] if divided else [_class_folders(folder)]
-    classes = tuple(sorted(set(chain.from_iterable(parts))))
-    size, grey = _common_form(chain.from_iterable(chain.from_iterable(part.values()) for part in parts))
-    read: list[tuple[Pixels, Labels]] = []
-    for part in parts:
-        labelled = [(path, classes.index(name)) for name, paths in part.items() for path in paths]
-        x = np.empty((len(labelled), 1 if grey else 3, *size), np.uint8)
-        for row, (path, _) in zip(x, labelled, strict=True):
-            row[:] = read_image(path, size, grey)
-        read.append((x, np.array([label for _, label in labelled], np.int64)))
-    if divided:
-        return Arrays(*read[0], *read[1], classes)
-    x, y = read[0]
-    fifth = {label: round(int(n) / 5) for label, n in enumerate(np.bincount(y))}
-    # two images are the fewest that can serve both sides
-    counts = {label: max(n, 1) if np.count_nonzero(y == label) > 1 else 0 for label, n in fifth.items()}
-    if not any(counts.values()):
-        raise UserError(f"{folder}: expected at least two images in some class to divide into train and test")
-    kept, held = stratified_split(y, counts)
-    return Arrays(x[kept], y[kept], x[held], y[held], classes)

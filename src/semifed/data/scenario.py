@@ -215,6 +215,11 @@ def _spread(
     if settings.partition == "folders":
         if dataset.owner is None:
             raise UserError(f"scenario.partition=folders: {dataset.name} does not say which client holds which image")
+        owners = int(dataset.owner.max()) + 1
+        if owners != settings.clients:
+            raise UserError(
+                f"scenario.clients: {settings.clients} given, {dataset.name} has images of {owners} clients"
+            )
         owner = dataset.owner.numpy()[positions]
         return [positions[owner == client] for client in range(settings.clients)]
     labels = dataset.y_train.numpy()[positions]
