@@ -7,6 +7,7 @@ finishes the round. What clients keep lies beside it, one file a client, written
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from semifed.client_round import Held
 from semifed.errors import UserError
 from semifed.wire import from_arrays, to_arrays
+
+PARTIAL = ".partial"
 
 
 class Finished(NamedTuple):
@@ -45,23 +48,23 @@ class Checkpoint:
 
     def load(self, server_type: type, kept_type: type) -> Finished | None:
         """The last finished round, or None before the first."""
-        rounds = sorted(int(path.stem.removeprefix("round-")) for path in self.directory.glob("round-*.safetensors"))
+        rounds = [int(path.stem[6:]) for path in self.directory.glob("round-*.safetensors") if path.stem[6:].isdigit()]
         if not rounds:
             return None
-        path = self._file(rounds[-1])
+        last = max(rounds)
+        path = self._file(last)
         try:
             with safe_open(path, "pt") as opened:
-                metadata = opened.metadata()
+                record = json.loads(opened.metadata()["record"])
                 arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+            server: Any = from_arrays(server_type, arrays)
+            held = {}
+            for client, round_ in self._newest_kept(last).items():
+                path = self._kept(client, round_)
+                held[client] = _held(load_file(path), kept_type)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged and cannot be resumed from: {error}") from None
-        held = {}
-        for client, round_ in self._newest_kept(rounds[-1]).items():
-            arrays_kept = load_file(self._kept(client, round_))
-            momentum = {n.removeprefix("momentum/"): a for n, a in arrays_kept.items() if n.startswith("momentum/")}
-            kept = {n.removeprefix("kept/"): a for n, a in arrays_kept.items() if n.startswith("kept/")}
-            held[client] = Held(from_arrays(kept_type, kept), momentum)
-        return Finished(rounds[-1], from_arrays(server_type, arrays), json.loads(metadata["record"]), held)
+        return Finished(last, server, record, held)
 
     def _file(self, round_: int) -> Path:
         return self.directory / f"round-{round_:06d}.safetensors"
@@ -86,21 +89,37 @@ class Checkpoint:
                     path.unlink()
 
 
+def _held(arrays: dict[str, Tensor], kept_type: type) -> Held:
+    momentum = {name.removeprefix("momentum/"): a for name, a in arrays.items() if name.startswith("momentum/")}
+    kept = {name.removeprefix("kept/"): a for name, a in arrays.items() if name.startswith("kept/")}
+    return Held(from_arrays(kept_type, kept), momentum)
+
+
 def _packed(arrays: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
     return save({name: array.contiguous() for name, array in arrays.items()}, metadata)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write a file so that it is either the old one or the whole new one, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    partial = path.with_name(path.name + PARTIAL)
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise not_written(path, error) from None
+
+
+def not_written(path: Path, error: OSError) -> UserError:
+    """A full disk or a missing permission, in words."""
+    return UserError(f"{path} cannot be written: {error.strerror or error}; what was finished before is kept")

@@ -2,9 +2,13 @@
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +16,9 @@ from rich.table import Table
 
 from semifed import __version__
 from semifed.errors import UserError, nearest
+
+if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are answered at once
+    from semifed.recipe import Recipe
 
 app = typer.Typer(
     add_completion=False,
@@ -70,17 +77,17 @@ def sweep(
 
     out = out or Path("runs") / _stem(recipe)
     runs = grid(recipe, axes or (), seeds)
+    waiting = _unfinished(runs, out)
     for number, (name, loaded) in enumerate(runs, 1):
-        path = out / name
-        if (path / "summary.json").exists():
-            console.print(f"[{number}/{len(runs)}] {name}: finished before", highlight=False, markup=False)
-            continue
-        console.print(f"[{number}/{len(runs)}] {name}", highlight=False, markup=False)
-        _execute(loaded, path, resume=(path / "recipe.toml").exists(), quiet=not console.is_terminal)
+        done = name not in waiting
+        state = ": finished before" if done else ""
+        console.print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
+        if not done:
+            _execute(loaded, out / name, resume=waiting[name], quiet=not console.is_terminal)
     comparison = compare_runs([out / name for name, _ in runs])
     comparison.table(console)
     comparison.write_html(out / "compare.html")
-    console.print(f"curves: {out / 'compare.html'}", highlight=False)
+    _say(f"curves: {out / 'compare.html'}")
 
 
 @app.command()
@@ -95,7 +102,7 @@ def compare(
     comparison.table(console)
     if html is not None:
         comparison.write_html(html)
-        console.print(f"written: {html}", highlight=False)
+        _say(f"written: {html}")
 
 
 @app.command()
@@ -114,7 +121,7 @@ def partition(
     partition_table(counts, console)
     if out is not None:
         draw_partition(counts, out)
-        console.print(f"drawn: {out}", highlight=False)
+        _say(f"drawn: {out}")
 
 
 @app.command(name="list")
@@ -133,7 +140,7 @@ def list_(
         "recipes": listing.recipes,
     }
     if what not in tables:
-        raise UserError(f"list: there are no '{what}'; {nearest(what, tables)}")
+        raise UserError(f"list: there are no {what!r}; {nearest(what, tables)}")
     rows = tables[what]()
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -157,46 +164,100 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 def main() -> None:
     """Entry point: 0 done, 2 the user's mistake in a line or two, 1 our fault with a traceback."""
     try:
-        app()
+        with _leaving_at_once():
+            app()
     except UserError as error:
-        errors.print(f"[red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _complain(str(error))
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # a file that cannot be read or written is the machine's state, not our fault
+        if error.filename is None:
+            raise
+        _complain(f"{error.filename}: {error.strerror}")
 
 
-def _execute(recipe: Any, out: Path, *, resume: bool, quiet: bool) -> dict[str, Any]:
+@contextmanager
+def _leaving_at_once(run: Path | None = None) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the process where it stands, without a traceback.
+
+    Nothing needs to be put away: a finished round is on disk, and workers end when their parent does.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        if console.is_terminal:
+            os.write(1, b"\x1b[?25h\n")  # the live bar hides the cursor
+        kept = run is not None and (run / "recipe.toml").exists()
+        text = f"stopped; finished rounds are kept: go on with --resume --out {run}" if kept else "stopped"
+        os.write(2, f"{text}\n".encode())
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _complain(text: str) -> None:
+    from rich.markup import escape
+
+    errors.print(f"[red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    sys.exit(2)
+
+
+def _unfinished(runs: "Sequence[tuple[str, Recipe]]", out: Path) -> dict[str, bool]:
+    """The runs of a sweep that are still to do, all checked before the first one starts: whether to resume them."""
+    from semifed.run import assemble, prepare_run
+    from semifed.rundir import RunDirectory
+
+    waiting: dict[str, bool] = {}
+    checked = []
+    for name, recipe in runs:
+        begun = (out / name / "recipe.toml").exists()
+        if begun and RunDirectory(out / name).finished(recipe) is not None:
+            continue
+        waiting[name] = begun
+        alike = recipe.model_copy(update={"seed": 0})
+        if alike not in checked:
+            assemble(prepare_run(recipe))
+            checked.append(alike)
+    return waiting
+
+
+def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[str, Any]:
     from semifed.progress import Bar, Lines, Silent
     from semifed.report import write_report
     from semifed.run import execute, prepare_run
+    from semifed.rundir import RunDirectory
 
     reporter = Silent(errors) if quiet else Bar(console) if console.is_terminal else Lines(console)
-    try:
-        result = execute(prepare_run(recipe), out, reporter, resume=resume)
-    except KeyboardInterrupt:
-        errors.print(f"stopped; the last finished round is kept: add --resume to continue {out}", highlight=False)
-        sys.exit(130)
+    result = RunDirectory(out).finished(recipe) if resume else None
+    if result is not None and not quiet:
+        _say(f"{out} is finished already")
+    if result is None:
+        with _leaving_at_once(out):
+            result = execute(prepare_run(recipe), out, reporter, resume=resume)
     write_report(out)
     return result
 
 
 def _say_result(result: dict[str, Any], out: Path) -> None:
     shown = "  ".join(f"{key} {value:.4f}" for key, value in result["metrics"].items() if value is not None)
-    console.print(f"{result['method']} after round {result['rounds']}: {shown}", highlight=False, soft_wrap=True)
-    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    _say(f"{result['method']} after round {result['rounds']}: {shown}")
+    _say(f"report: {out / 'report.html'}")
 
 
-def _default_out(recipe: str, loaded: Any) -> Path:
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _default_out(recipe: str, loaded: "Recipe") -> Path:
     return Path("runs") / _stem(recipe) / f"{loaded.method['name']}-seed{loaded.seed}"
 
 
 def _stem(recipe: str) -> Path:
-    path = Path(recipe)
-    return Path(path.stem) if path.suffix == ".toml" else path
+    from semifed.recipe import recipe_names
 
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    return Path(recipe) if recipe in recipe_names() else Path(Path(recipe).stem)

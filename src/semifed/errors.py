@@ -19,5 +19,7 @@ class ClientFailure(NamedTuple):
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint for a misspelt name: the closest valid one, or all of them if none is close."""
     names = sorted(valid)
+    if not names:
+        return "nothing may stand here"
     close = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else "valid: " + ", ".join(names)

@@ -3,10 +3,9 @@
 import tomllib
 from dataclasses import fields
 
-from semifed.data.datasets import catalogue
-from semifed.methods import method_class, method_names
-from semifed.models.network import MODELS
 from semifed.recipe import recipe_names, recipe_text
+
+# Methods, data sets and networks are imported where they are listed: recipes are told without loading PyTorch.
 
 Rows = list[dict[str, str]]
 PLACEMENTS = ("server", "clients", "some-clients")
@@ -14,6 +13,8 @@ PLACEMENTS = ("server", "clients", "some-clients")
 
 def methods() -> Rows:
     """Every method: what it is and where the labels may be."""
+    from semifed.methods import method_class, method_names
+
     rows = []
     for name in method_names():
         kind = method_class(name)
@@ -25,6 +26,8 @@ def methods() -> Rows:
 
 def datasets(data: str | None) -> Rows:
     """Every data set: found where, or how to get it."""
+    from semifed.data.datasets import catalogue
+
     return [
         {"name": entry.name, "what": entry.summary, "found": entry.found or f"no: {entry.how}"}
         for entry in catalogue(data)
@@ -33,6 +36,8 @@ def datasets(data: str | None) -> Rows:
 
 def models() -> Rows:
     """Every network."""
+    from semifed.models.network import MODELS
+
     return [{"name": name, "what": text} for name, text in MODELS.items()]
 
 

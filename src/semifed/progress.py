@@ -5,6 +5,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -38,14 +39,14 @@ class Silent:
 
     def warn(self, text: str) -> None:
         """A line that stands out."""
-        self._console.print(f"[yellow]warning:[/] {text}", highlight=False)
+        self._console.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     def ended(self) -> None:
         """Nothing."""
 
 
 class Lines(Silent):
-    """A line a tested round, for logs and files."""
+    """A line a round, for logs and files."""
 
     def started(self, first: int, rounds: int) -> None:
         """Remember how far there is to go."""
@@ -95,7 +96,7 @@ class Bar(Silent):
 
 def _facts(record: Mapping[str, Any]) -> str:
     parts = []
-    if record["loss"]:
+    if record["loss"].get("total") is not None:  # JSON's word for an overflow
         parts.append(f"loss {record['loss']['total']:.3f}")
     for key in ("accuracy", "auroc_seen"):
         if record["metrics"].get(key) is not None:

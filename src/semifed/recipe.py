@@ -5,27 +5,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
-from semifed.data.partition import KINDS
+from semifed.complaint import complaint, printable, shown, shown_key, whole
 from semifed.errors import UserError, nearest
-from semifed.methods import AnyMethod, method_class
+from semifed.override import parsed_value, tuples
 from semifed.schedule import schedule_factor
 
-Count = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-Real = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+if TYPE_CHECKING:  # a misspelt key is told at once, not after PyTorch is loaded
+    from semifed.methods import AnyMethod
+
+LARGEST = 2**31 - 1
+MOST_CLIENTS = 1_000_000
+MOST_WORKERS = 1_024
+LARGEST_BATCH = 2**16
+WIDEST = 4_096  # channels of a layer; above, a network does not fit in a usual machine's memory
+ALTERNATIVES = (
+    {"local.epochs", "local.steps"},
+    {"scenario.known", "scenario.known_count"},
+    {"scenario.labelled_per_class", "scenario.labelled_fraction", "scenario.labelled_clients"},
+)
+FASTEST = 1e6  # no learning rate, weight decay or norm above it is meant
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Count = Annotated[Whole, Field(ge=0, le=LARGEST)]
+AtLeastOne = Annotated[Whole, Field(ge=1, le=LARGEST)]
+BatchSize = Annotated[Whole, Field(ge=1, le=LARGEST_BATCH)]
+Positive = Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=FASTEST, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(printable)]
 
 
 class Table(BaseModel):
     """A table of a recipe: unknown keys are mistakes, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class ScenarioTable(Table):
@@ -33,8 +59,8 @@ class ScenarioTable(Table):
 
     labels: Literal["server", "clients", "some-clients"] = "clients"
     classes: Literal["known", "open", "novel"] = "known"
-    clients: AtLeastOne = 20
-    partition: str = "iid"
+    clients: Annotated[Whole, Field(ge=1, le=MOST_CLIENTS)] = 20
+    partition: Text = "iid"
     alpha: Positive | None = None
     labelled_per_class: AtLeastOne | None = None
     labelled_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -45,6 +71,8 @@ class ScenarioTable(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ScenarioTable":
+        from semifed.data.partition import KINDS
+
         if self.partition not in (*KINDS, "folders"):
             raise ValueError(
                 f"partition: there is no '{self.partition}'; {nearest(self.partition, (*KINDS, 'folders'))}"
@@ -61,9 +89,9 @@ class ScenarioTable(Table):
         every = ["labelled_per_class", "labelled_fraction", "labelled_clients"]
         given = [name for name in every if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in wanted:
-            raise ValueError(
-                f"{wanted[0]}: labels = '{self.labels}' needs exactly {' or '.join(wanted)}, found {given or 'none'}"
-            )
+            needed = " or ".join(wanted)
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"{wanted[0]}: labels = '{self.labels}' needs exactly {needed}, found {found}")
         if self.labelled_clients is not None and self.labelled_clients > self.clients:
             raise ValueError(f"labelled_clients: {self.labelled_clients} of {self.clients} clients cannot be labelled")
         return self
@@ -72,17 +100,21 @@ class ScenarioTable(Table):
 class ModelTable(Table):
     """The network."""
 
-    name: str = "cnn"
-    width: float | tuple[AtLeastOne, ...] | None = None
-    head: str = "linear"
+    name: Text = "cnn"
+    width: (
+        Annotated[float, Field(gt=0, le=WIDEST / 128, allow_inf_nan=False)]
+        | tuple[Annotated[Whole, Field(ge=1, le=WIDEST)], ...]
+        | None
+    ) = None
+    head: Text = "linear"
     batchnorm: Literal["auto", "static", "tracked"] = "auto"
 
 
 class ViewsTable(Table):
     """What networks see of an image: steps of weak and strong augmentation."""
 
-    weak: str = "flip crop(4)"
-    strong: str = "flip crop(4) randaugment(2,10) cutout(16)"
+    weak: Text = "flip crop(4)"
+    strong: Text = "flip crop(4) randaugment(2,10) cutout(16)"
 
 
 class LocalTable(Table):
@@ -90,14 +122,14 @@ class LocalTable(Table):
 
     epochs: AtLeastOne | None = None
     steps: AtLeastOne | None = None
-    batch: AtLeastOne = 32
+    batch: BatchSize = 32
     unlabelled_ratio: AtLeastOne = 1
     lr: Positive = 0.03
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     nesterov: bool = False
     weight_decay: NotNegative = 0.0
     clip: Positive | None = None
-    schedule: str = "constant"
+    schedule: Text = "constant"
     keep_optimizer: bool = False
 
     @model_validator(mode="after")
@@ -115,7 +147,7 @@ class ServerTable(Table):
 
     warmup_epochs: Count = 0
     finetune_epochs: Count = 0
-    batch: AtLeastOne = 32
+    batch: BatchSize = 32
     lr: Positive | None = None
 
 
@@ -123,7 +155,7 @@ class EvaluateTable(Table):
     """When and on what the model is tested."""
 
     every: AtLeastOne = 1
-    unseen: tuple[str, ...] = ()
+    unseen: tuple[Text, ...] = ()
     accept: Annotated[float, Field(gt=0, lt=1)] = 0.95
 
 
@@ -131,7 +163,7 @@ class EngineTable(Table):
     """Where clients run: decides the speed, never the numbers."""
 
     name: Literal["local"] = "local"
-    workers: Count = 0
+    workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0
     device: Literal["cpu"] = "cpu"
     timeout: Positive | None = None
 
@@ -139,10 +171,10 @@ class EngineTable(Table):
 class Recipe(Table):
     """One run, fully described."""
 
-    dataset: str
-    data: str | None = None
+    dataset: Text
+    data: Text | None = None
     rounds: AtLeastOne
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Count = 0
     clients_per_round: AtLeastOne | None = None
     min_clients: Count = 1
     scenario: ScenarioTable
@@ -180,24 +212,31 @@ class Recipe(Table):
             return self.model.batchnorm
         return "static" if self.scenario.labels == "server" else "tracked"
 
-    def build_method(self) -> AnyMethod:
+    def build_method(self) -> "AnyMethod":
         """The method with its hyper-parameters."""
+        from semifed.methods import method_class
+
         options = dict(self.method)
-        kind = method_class(str(options.pop("name", "")))
+        if "name" not in options:
+            raise UserError("method.name: this key is missing")
+        name = options.pop("name")
+        if not isinstance(name, str):
+            raise UserError(f"method.name: {shown(name)} is not text")
+        kind = method_class(name)
+        hints = get_type_hints(kind, include_extras=True)
         valid = [field.name for field in fields(kind)]
-        for key in options:
+        for key, value in options.items():
             if key not in valid:
-                hint = nearest(key, valid) if valid else f"{self.method['name']} has no options"
-                raise UserError(f"method.{key}: unknown key; {hint}")
-        try:
-            built: AnyMethod = TypeAdapter(kind).validate_python(options)
-        except ValidationError as error:
-            raise UserError(_told(error, "method")) from None
-        for key, value in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
-            if value in built.no_meaning:
-                raise UserError(
-                    f"scenario.{key}={value} has no meaning for {self.method['name']}: {built.no_meaning[value]}"
-                )
+                hint = nearest(key, valid) if valid else f"{name} has no options"
+                raise UserError(f"method.{shown_key(key)}: unknown key; {hint}")
+            try:
+                options[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise UserError(complaint(error, prefix=f"method.{key}")) from None
+        built: AnyMethod = kind(**options)
+        for key, chosen in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
+            if chosen in built.no_meaning:
+                raise UserError(f"scenario.{key}={chosen} has no meaning for {name}: {built.no_meaning[chosen]}")
         return built
 
     def plain(self) -> dict[str, Any]:
@@ -219,8 +258,18 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A built-in recipe by name, or a TOML file, with KEY=VALUE overrides by dotted path."""
+    """A built-in recipe by name, or a TOML file, with KEY=VALUE overrides by dotted path.
+
+    An override takes the place of its alternatives in the file: `local.steps=5` where the recipe counts epochs.
+    """
     tables = _read(name)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for alternatives in ALTERNATIVES:
+        if given & alternatives:
+            for key in alternatives - given:
+                table, _, leaf = key.partition(".")
+                if isinstance(tables.get(table), dict):
+                    tables[table].pop(leaf, None)
     for override in overrides:
         _apply(tables, override)
     return check_recipe(tables)
@@ -229,81 +278,53 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 def check_recipe(tables: Mapping[str, Any]) -> Recipe:
     """The recipe of nested tables, or a `UserError` that names the key."""
     try:
-        recipe = Recipe.model_validate(dict(tables))
+        recipe = Recipe.model_validate(tuples(dict(tables)))
     except ValidationError as error:
-        raise UserError(_told(error)) from None
+        raise UserError(complaint(error, Recipe)) from None
     recipe.build_method()
     return recipe
 
 
 def recipe_text(name: str) -> str:
     """The TOML text of a built-in recipe."""
-    return (files("semifed") / "recipes" / f"{name}.toml").read_text()
+    return (files("semifed") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def _read(name: str) -> dict[str, Any]:
     if name in recipe_names():
         return tomllib.loads(recipe_text(name))
     path = Path(name)
-    if not path.suffix and not path.exists():
-        raise UserError(f"there is no recipe '{name}'; {nearest(name, recipe_names())} (or give a .toml file)")
     try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"recipe {name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"recipe {name} is not valid TOML: {error}") from None
+        if not path.suffix and not path.exists():
+            hint = nearest(name, recipe_names())
+            raise UserError(f"there is no recipe {shown(name)}; {hint} (or give a .toml file)")
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"recipe {shown_key(name)} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"recipe {shown_key(name)} cannot be read: it is no text") from None
+    except RecursionError:
+        raise UserError(f"recipe {shown_key(name)} is nested too deeply") from None
+    except ValueError as error:  # TOML's own complaint, a number too long, or a name no file can have
+        raise UserError(f"recipe {shown_key(name)} is not valid TOML: {error}") from None
+    if isinstance(tables.get("method"), str):
+        tables["method"] = {"name": tables["method"]}
+    return tables
 
 
 def _apply(tables: dict[str, Any], override: str) -> None:
     key, found, text = override.partition("=")
-    path = key.strip().split(".")
+    path = [part.strip() for part in key.split(".")]
     if not found or not all(path):
-        raise UserError(f"'{override}' is no override; write KEY=VALUE, e.g. local.lr=0.03")
-    value = _value(text.strip())
+        raise UserError(f"{shown(override)} is no override; write KEY=VALUE, e.g. local.lr=0.03")
+    value = parsed_value(text.strip())
     if path == ["method"] and isinstance(value, str):
         tables["method"] = {"name": value}
         return
+    table: Any = tables
     for depth, name in enumerate(path[:-1]):
-        tables = tables.setdefault(name, {})
-        if not isinstance(tables, dict):
-            raise UserError(f"{key}: '{'.'.join(path[: depth + 1])}' is a value, not a table")
-    tables[path[-1]] = value
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _told(error: ValidationError, prefix: str = "") -> str:
-    """The first complaint in words: key, what is wrong, the nearest valid name."""
-    first = error.errors(include_url=False)[0]
-    path = [prefix] if prefix else []
-    path += [str(part) for part in first["loc"] if not (isinstance(part, str) and "[" in part)]
-    key = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        return f"{key}: unknown key; {nearest(path[-1], _keys(path[:-1]))}"
-    if first["type"] == "missing":
-        return f"{key}: this key is missing"
-    if first["type"] == "value_error":
-        inner = str(first["ctx"]["error"])
-        return f"{key}.{inner}" if key else inner
-    if first["type"] == "literal_error":
-        return f"{key}: '{first['input']}' is none of {first['ctx']['expected']}"
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{key or 'recipe'}: {message} (found {first['input']!r})"
-
-
-def _keys(path: Sequence[str]) -> list[str]:
-    table: type[BaseModel] = Recipe
-    for name in path:
-        kind = table.model_fields[name].annotation if name in table.model_fields else None
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            return []
-        table = kind
-    return list(table.model_fields)
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            part = shown_key(".".join(path[: depth + 1]))
+            raise UserError(f"{shown_key('.'.join(path))}: '{part}' is a value, not a table")
+    table[path[-1]] = value

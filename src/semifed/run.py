@@ -18,7 +18,7 @@ from semifed.engines import Engine
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
-from semifed.fit import Optimiser
+from semifed.fit import Diverged, Optimiser
 from semifed.method import payload_types
 from semifed.methods import AnyMethod
 from semifed.models.network import build_network
@@ -82,15 +82,23 @@ def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workp
     )
 
 
+def assemble(parts: Parts) -> tuple[Net, Evaluator]:
+    """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
+    recipe, scenario = parts.recipe, parts.scenario
+    images = scenario.dataset.x_train
+    evaluator = Evaluator(scenario, recipe.scenario.classes, recipe.evaluate.unseen, recipe.seed, recipe.data)
+    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known))
+    for view in (scenario.views.weak, scenario.views.strong):
+        view(images[:2], torch_stream(0))
+    return net, evaluator
+
+
 def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
     """Run all rounds that are not finished yet and write the run directory; the summary is returned."""
     torch.set_num_threads(1)
-    recipe, method, scenario = parts.recipe, parts.method, parts.scenario
+    recipe, scenario = parts.recipe, parts.scenario
+    net, evaluator = assemble(parts)
     shape, classes = scenario.dataset.x_train.shape[1:], len(scenario.known)
-    evaluator = Evaluator(scenario, recipe.scenario.classes, recipe.evaluate.unseen, recipe.seed, recipe.data)
-    net = build_net(recipe, method, shape, classes)
-    for view in (scenario.views.weak, scenario.views.strong):  # a view that does not fit the images fails here
-        view(scenario.dataset.x_train[:2], torch_stream(0))
     rundir = RunDirectory(out)
     rundir.open(recipe, resume=resume)
     workplace = partial(build_workplace, recipe, tuple(shape), classes)
@@ -98,9 +106,12 @@ def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False
     try:
         loop = RoundLoop(parts, net, engine, evaluator, rundir, reporter)
         return loop.run()
+    except Diverged as error:  # a client that diverges is left out; without the server there is no round
+        raise UserError(f"training at the server failed: {error}; a lower server.lr or local.lr may help") from None
     finally:
         reporter.ended()
         engine.close()
+        rundir.close()
 
 
 class RoundLoop:

@@ -1,12 +1,15 @@
 """The run directory: everything needed to resume, compare, predict and audit."""
 
+import fcntl
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import torch
 from safetensors.torch import save
 
 import semifed
-from semifed.checkpoint import Checkpoint, write_atomically
+from semifed.checkpoint import PARTIAL, Checkpoint, not_written, write_atomically
+from semifed.complaint import shown
 from semifed.errors import UserError
 from semifed.recipe import Recipe
 from semifed.wire import Weights
@@ -27,21 +31,83 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint = Checkpoint(path / "checkpoint")
+        self._lock: int | None = None
 
     def open(self, recipe: Recipe, *, resume: bool) -> None:
-        """Start a run here, or check that this is the run to be resumed."""
+        """Start a run here, or check that this is the run to be resumed; no other process may write here then."""
+        try:
+            if resume:
+                self._refuse_another_run(recipe)
+                self._claim()
+                self._remove_partial_files()
+            else:
+                self._refuse_what_is_there()
+                self._begin(recipe)
+        except OSError as error:
+            raise UserError(f"--out {self.path} cannot be used: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def finished(self, recipe: Recipe) -> dict[str, Any] | None:
+        """The summary of this recipe's run, if it is finished; a run of another recipe is refused."""
+        self._refuse_another_run(recipe)
+        try:
+            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return summary
+
+    def _refuse_another_run(self, recipe: Recipe) -> None:
         stored = self.path / "recipe.toml"
+        try:
+            tables = tomllib.loads(stored.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{self.path} holds no run to resume (no recipe.toml)") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{stored} is damaged, so the run cannot be resumed: {error}") from None
+        _refuse_change(tables, recipe.plain(), self.path)
+
+    def _refuse_what_is_there(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"--out {self.path} is a file, not a directory")
-        if resume:
-            if not stored.exists():
-                raise UserError(f"{self.path} holds no run to resume (no recipe.toml)")
-            _refuse_change(tomllib.loads(stored.read_text()), recipe.plain(), self.path)
+        if (self.path / "recipe.toml").exists():
+            raise UserError(f"{self.path} already holds a run; continue it with --resume, or choose another --out")
+        # A process that was killed before its first file was whole leaves a part of it.
+        if self.path.exists() and any(child.suffix != PARTIAL for child in self.path.iterdir()):
+            raise UserError(f"{self.path} is there already and not empty; choose another --out")
+
+    def _begin(self, recipe: Recipe) -> None:
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._claim()
+            write_atomically(self.path / "recipe.toml", recipe.to_toml())
+        except (OSError, UserError):
+            for directory in made:
+                with suppress(OSError):
+                    directory.rmdir()
+            raise
+
+    def _claim(self) -> None:
+        """Held until the process ends, however it ends."""
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError(f"another process is running in {self.path}; wait for it or choose another --out") from None
+        except OSError:  # some network file systems have no locks
+            os.close(lock)
             return
-        if self.path.exists() and any(self.path.iterdir()):
-            hint = "continue it with --resume, or" if stored.exists() else "it is not empty:"
-            raise UserError(f"{self.path} is already there; {hint} choose another --out")
-        write_atomically(stored, recipe.to_toml())
+        self._lock = lock
+
+    def _remove_partial_files(self) -> None:
+        for path in self.path.rglob(f"*{PARTIAL}"):
+            path.unlink(missing_ok=True)
 
     def truncate_rounds(self, last: int | None, record: Mapping[str, Any] | None) -> None:
         """Make rounds.jsonl end with the last finished round."""
@@ -53,8 +119,12 @@ class RunDirectory:
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """One more line in rounds.jsonl."""
-        with open(self.path / "rounds.jsonl", "a") as file:
-            file.write(json_line(record))
+        path = self.path / "rounds.jsonl"
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json_line(record))
+        except OSError as error:
+            raise not_written(path, error) from None
 
     def rounds(self) -> list[dict[str, Any]]:
         """The finished rounds; an incomplete last line, left by a crash, is not one."""
@@ -62,11 +132,11 @@ class RunDirectory:
         if not path.exists():
             return []
         lines = []
-        for text in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and "round" in line:
+                    lines.append(line)
         return lines
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -144,9 +214,13 @@ def _refuse_change(stored: Mapping[str, Any], wanted: Mapping[str, Any], path: P
     for key in sorted(set(old) | set(new)):
         if not key.startswith("engine.") and old.get(key) != new.get(key):
             raise UserError(
-                f"{path} was started with {key} = {old.get(key, 'absent')}, now it is {new.get(key, 'absent')}: "
+                f"{path} was started with {key} = {_or_absent(old, key)}, now it is {_or_absent(new, key)}: "
                 "a resumed run keeps its recipe; choose another --out for a new one"
             )
+
+
+def _or_absent(flat: Mapping[str, Any], key: str) -> str:
+    return shown(flat[key]) if key in flat else "absent"
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,40 +1,54 @@
 """Grids of recipes."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
+from semifed.complaint import shown
 from semifed.errors import UserError
+from semifed.override import split_values
 from semifed.recipe import Recipe, load_recipe
+
+Axis = tuple[str, list[str]]
 
 
 def grid(recipe: str, axes: Sequence[str], seeds: str) -> list[tuple[str, Recipe]]:
-    """Every combination of the axes (KEY=A,B,C) and seeds, each with a directory name."""
-    choices = []
-    for axis in axes:
-        key, found, values = axis.partition("=")
-        if not found:
-            raise UserError(f"'{axis}' is no axis; write KEY=A,B,C")
-        choices.append([(key, value) for value in split_values(values)])
-    try:
-        chosen_seeds = [int(seed) for seed in seeds.split(",")]
-    except ValueError:
-        raise UserError(f"--seeds: '{seeds}' is no list of whole numbers like 0,1,2") from None
-    runs = []
-    for combination in product(*choices):
+    """Every combination of the axes (KEY=A,B,C) and seeds, each with a directory name of its own."""
+    parsed = [_axis(text) for text in axes]
+    for key, count in Counter(key for key, _ in parsed).items():
+        if count > 1:
+            raise UserError(f"{key}: this axis is given {count} times; put its values in one, {key}=A,B,C")
+    chosen_seeds = _seeds(seeds)
+    ends = Counter(key.rpartition(".")[2] for key, _ in parsed)
+    runs: dict[str, Recipe] = {}
+    for values in product(*(values for _, values in parsed)):
+        point = [(key, value) for (key, _), value in zip(parsed, values, strict=True)]
+        words = []
+        for (key, value), (_, choices) in zip(point, parsed, strict=True):
+            short = key.rpartition(".")[2]
+            label = "" if key == "method" else f"{short if ends[short] == 1 else key}="
+            words += [label + value] if len(choices) > 1 else []
         for seed in chosen_seeds:
-            loaded = load_recipe(recipe, [f"{key}={value}" for key, value in combination] + [f"seed={seed}"])
-            varied = [(key, value) for (key, value), axis in zip(combination, choices, strict=True) if len(axis) > 1]
-            words = [value if key == "method" else f"{key.split('.')[-1]}={value}" for key, value in varied]
             name = "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in [*words, f"seed{seed}"])
-            runs.append((name, loaded))
-    return runs
+            if name in runs:
+                raise UserError(f"two runs of this sweep would share the directory {name}; give each value once")
+            runs[name] = load_recipe(recipe, [*(f"{key}={value}" for key, value in point), f"seed={seed}"])
+    return list(runs.items())
 
 
-def split_values(text: str) -> list[str]:
-    """Split at commas that are not inside brackets or quotes.
+def _axis(text: str) -> Axis:
+    key, found, values = text.partition("=")
+    key, choices = key.strip(), [value.strip() for value in split_values(values)]
+    if not found or not key or not choices:
+        raise UserError(f"{shown(text)} is no axis; write KEY=A,B,C")
+    if key == "seed":
+        raise UserError(f"seed: give seeds as --seeds {values or '0,1,2'}")
+    return key, choices
 
-    >>> split_values("0.1,[16, 32],'a,b'")
-    ['0.1', '[16, 32]', "'a,b'"]
-    """
-    return re.findall(r"(?:\[[^\]]*\]|\([^)]*\)|'[^']*'|\"[^\"]*\"|[^,])+", text)
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise UserError(f"--seeds: {shown(text)} is no list of whole numbers like 0,1,2") from None

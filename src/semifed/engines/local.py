@@ -12,7 +12,9 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ from semifed.pseudo import PseudoLabels
 from semifed.wire import from_arrays, to_arrays
 
 ATTEMPTS = 2  # a client whose worker died is redone once
+START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
 PackedHeld = tuple[dict[str, Any], dict[str, Any]]
 
@@ -117,6 +120,10 @@ class _Crash(NamedTuple):
     text: str
 
 
+class _Ready(NamedTuple):
+    """A worker's first word: from here on its clients' time counts."""
+
+
 class _SharedBuffer:
     """Named arrays packed one after the other in one shared tensor, which grows when it must."""
 
@@ -160,6 +167,8 @@ class _Pool:
         self._images = images.share_memory_()
         self._timeout = timeout
         self._down = _SharedBuffer()
+        self._stillborn = 0
+        _start_fork_server()
         self._workers = [self._start() for _ in range(workers)]
 
     def run(
@@ -181,6 +190,7 @@ class _Pool:
                 answer = worker.answer()
                 if isinstance(answer, _Crash):
                     raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
+                self._stillborn = 0
                 if isinstance(answer, _Answer):
                     arrays = {name: view.clone() for name, view in read_buffer(worker.up, answer.layout).items()}
                     held = _unpack_held(answer.held, kept_type)
@@ -218,7 +228,11 @@ class _Pool:
                 try:
                     worker.send(queue[0], self._down.memory, layout)
                     queue.popleft()
-                except OSError:  # it died while idle: no client is lost
+                except (EOFError, OSError):  # it died while idle: no client is lost
+                    if not worker.ready:
+                        self._stillborn += 1
+                    if self._stillborn >= START_ATTEMPTS:
+                        raise RuntimeError(f"{START_ATTEMPTS} worker processes died while starting") from None
                     self._replace(worker)
 
     def _with_news(self) -> list["_Worker"]:
@@ -241,6 +255,7 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(theirs, build, images), daemon=True)
         self.process.start()
         theirs.close()
+        self.ready = False
         self.has_down = False
         self.up = torch.empty(0, dtype=torch.uint8)
         self.job: tuple[Task, ClientData] | None = None
@@ -248,6 +263,11 @@ class _Worker:
 
     def send(self, job: tuple[Task, ClientData], memory: Tensor, layout: Layout) -> None:
         """Give the worker a client to be."""
+        if not self.ready:
+            first = self.pipe.recv()
+            if isinstance(first, _Crash):
+                raise RuntimeError(f"a worker process could not start:\n{first.text}")
+            self.ready = True
         task, data = job
         held = None if task.held is None else _pack_held(task.held)
         positions = (data.labelled.numpy(), data.labels.numpy(), data.unlabelled.numpy())
@@ -275,9 +295,9 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """Stop the process."""
+        """Stop the process, whatever it does: it holds nothing that is not here too."""
         self.pipe.close()
-        self.process.terminate()
+        self.process.kill()
         self.process.join()
 
 
@@ -303,11 +323,35 @@ def _unpack_record(record: ClientRecord) -> ClientRecord:
     return record._replace(pseudo=PseudoLabels(*(torch.from_numpy(part) for part in record.pseudo)))
 
 
+def _start_fork_server() -> None:
+    """Workers and the server they are forked from never see Ctrl-C, which goes to all processes of a terminal.
+
+    A blocked signal stays blocked in whatever a process starts; here nothing else is started meanwhile.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
 def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> None:
-    """A worker's life: answer orders until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """A worker's life: answer orders until the pipe closes or the parent dies, even amid a client."""
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    place = build()
+    try:
+        place = build()
+    except Exception:
+        pipe.send(_Crash(_traceback()))
+        return
+    pipe.send(_Ready())
     _, down_type, _, kept_type = payload_types(place.method)
     up = _SharedBuffer()
     memory = torch.empty(0, dtype=torch.uint8)
@@ -331,8 +375,12 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
                     up.memory if fresh else None, layout, _pack_held(reply.held), _pack_record(reply.record)
                 )
         except Exception:
-            answer = _Crash("".join(traceback.format_exception(*sys.exc_info())))
+            answer = _Crash(_traceback())
         try:
             pipe.send(answer)
         except OSError:
             return
+
+
+def _traceback() -> str:
+    return "".join(traceback.format_exception(*sys.exc_info()))

@@ -1,0 +1,37 @@
+"""The VALUE of KEY=VALUE on the command line: TOML, with quotes left out where nothing is lost."""
+
+import re
+import tomllib
+from typing import Any
+
+
+def parsed_value(text: str) -> Any:
+    """Numbers, booleans, lists and tables as in TOML; any other text is itself.
+
+    >>> [parsed_value(text) for text in ("1e-3", "true", "[16, 32]", "[mnist, gaussian]", "flip crop(4)")]
+    [0.001, True, [16, 32], ['mnist', 'gaussian'], 'flip crop(4)']
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        if text.startswith("[") and text.endswith("]") and text.count("[") == 1:
+            return [parsed_value(part.strip()) for part in split_values(text[1:-1])]
+        return text
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas that are not inside brackets or quotes.
+
+    >>> split_values("0.1,[16, 32],'a,b',crop(1,2)")
+    ['0.1', '[16, 32]', "'a,b'", 'crop(1,2)']
+    """
+    return re.findall(r"(?:\[[^\]]*\]|\([^)]*\)|'[^']*'|\"[^\"]*\"|[^,])+", text)
+
+
+def tuples(value: Any) -> Any:
+    """The same tables with every list as a tuple: a recipe does not change."""
+    if isinstance(value, dict):
+        return {key: tuples(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return tuple(tuples(inner) for inner in value)
+    return value
