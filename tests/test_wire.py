@@ -24,7 +24,7 @@ class Payload(NamedTuple):
     samples: Tensor
     inner: Inner
     extra: Inner | None = None
-    count: Tensor | None = None
+    offset: Tensor | None = None
 
 
 class Empty(NamedTuple):

@@ -68,6 +68,6 @@ def fixmatch(
 
 def softmax_gradient(logits: Array, label: int) -> Array:
     """The closed form of d(−log p(label)) / d logits: p − one-hot."""
-    gradient = np.exp(np.array(log_probabilities(logits.tolist())))
+    gradient: Array = np.exp(np.array(log_probabilities(logits.tolist())))
     gradient[label] -= 1
     return gradient

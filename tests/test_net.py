@@ -1,0 +1,102 @@
+"""The network as methods see it: joint passes, frozen copies, weights in and out."""
+
+import pytest
+import torch
+
+from semifed.models.network import build_network
+from semifed.net import FrozenNet, Net
+from toys import equal_weights
+
+
+def small_net(batchnorm: str = "static") -> Net:
+    generator = torch.Generator().manual_seed(0)
+    network = build_network(
+        "cnn",
+        channels=1,
+        size=(8, 8),
+        classes=3,
+        width=(4, 4, 8),
+        further={"ova": "linear", "side": 5},
+        generator=generator,
+    )
+    return Net(network, batchnorm)
+
+
+def images(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_it_waits_in_evaluation_mode() -> None:
+    assert not any(module.training for module in small_net().network.modules())
+
+
+def test_a_joint_pass_is_one_pass_cut_into_its_groups() -> None:
+    net = small_net()
+    net.network.train()
+    groups = [images(3), images(0), images(5, 1)]
+    whole = net(torch.cat(groups))
+    parts = net.joint(*groups)
+    assert [len(part.logits) for part in parts] == [3, 0, 5]
+    torch.testing.assert_close(torch.cat([part.logits for part in parts]), whole.logits)
+    torch.testing.assert_close(torch.cat([part.features for part in parts]), whole.features)
+    assert set(parts[0].heads) == {"ova", "side"}
+    for name, values in whole.heads.items():
+        torch.testing.assert_close(torch.cat([part.heads[name] for part in parts]), values)
+
+
+def test_groups_of_a_joint_pass_share_their_statistics() -> None:
+    net = small_net()
+    net.network.train()
+    alone, joint = net(images(4)).logits, net.joint(images(4), 5 + images(4, 1))[0].logits
+    assert not torch.allclose(alone, joint, atol=1e-3)
+    net.network.eval()
+    torch.testing.assert_close(net(images(4)).logits, net.joint(images(4), images(4, 1))[0].logits)
+
+
+def test_a_frozen_copy_neither_learns_nor_follows() -> None:
+    net = small_net()
+    net.network.train()
+    teacher = net.frozen()
+    assert isinstance(teacher, FrozenNet)
+    net.network.eval()
+    before = teacher(images(4))
+    torch.testing.assert_close(before.logits, net(images(4)).logits.detach())
+    assert not before.logits.requires_grad
+    net.load({name: tensor + 1 for name, tensor in net.state().items()})
+    torch.testing.assert_close(teacher(images(4)).logits, before.logits)
+    assert all(parameter.requires_grad for parameter in net.named_parameters().values())
+
+
+def test_a_state_is_a_copy() -> None:
+    net = small_net()
+    state = net.state()
+    for tensor in state.values():
+        tensor.fill_(9)
+    assert not equal_weights(state, net.state())
+    assert all(tensor.is_contiguous() for tensor in net.state().values())
+
+
+def test_what_training_may_have_changed() -> None:
+    statistics = {name for name in small_net().state() if "running_" in name}
+    assert len(statistics) == 6
+    assert set(small_net("static").trained()) == set(small_net().state()) - statistics
+    assert set(small_net("tracked").trained()) == set(small_net().state())
+
+
+def test_loading_takes_over_what_is_named_and_keeps_the_rest() -> None:
+    net = small_net()
+    before = net.state()
+    net.load({"classifier.bias": torch.tensor([1.0, 2.0, 3.0])})
+    after = net.state()
+    assert after.pop("classifier.bias").tolist() == [1.0, 2.0, 3.0]
+    del before["classifier.bias"]
+    assert equal_weights(before, after)
+    with pytest.raises(KeyError):
+        net.load({"classifier.bios": torch.zeros(3)})
+
+
+def test_state_and_load_are_inverse() -> None:
+    net, other = small_net(), small_net()
+    other.load({name: tensor * 2 for name, tensor in other.state().items()})
+    other.load(net.state())
+    assert equal_weights(net.state(), other.state())
