@@ -200,10 +200,10 @@ def test_features_equal_a_numpy_network(
     memory_format: torch.memory_format,
     training: bool,
 ) -> None:
-    net = build(name, size=(14, 9), width=width)
+    net = build(name, size=(20, 17), width=width)
     randomised(net, seed=1)
     net.train(training)
-    x = torch.randn(5, 3, 14, 9, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(5, 3, 20, 17, generator=torch.Generator().manual_seed(2))
     expected = reference(Reference(net), x.double().numpy())
     net.to(memory_format=memory_format)  # type: ignore[call-overload]
     with torch.no_grad():

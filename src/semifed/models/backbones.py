@@ -125,9 +125,7 @@ class PreActivationBlock(nn.Module):
         self.conv1 = _conv3(before, after, stride)
         self.norm2 = BatchNorm(after)
         self.conv2 = _conv3(after, after)
-        self.shortcut = (
-            None if stride == 1 and before == after else nn.Conv2d(before, after, 1, stride, bias=False)
-        )
+        self.shortcut = None if stride == 1 and before == after else nn.Conv2d(before, after, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [n, after, h/stride, w/stride]."""

@@ -34,9 +34,7 @@ class BatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(
-        self, channels: int, *, mode: str = "tracked", eps: float = 1e-5, momentum: float = 0.1
-    ) -> None:
+    def __init__(self, channels: int, *, mode: str = "tracked", eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
         self.mode = _checked(mode)
         self.eps = eps

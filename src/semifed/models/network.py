@@ -20,9 +20,7 @@ class Output(NamedTuple):
 
     logits: Tensor  # [n, classes]
     features: Tensor  # [n, d]
-    heads: dict[
-        str, Tensor
-    ]  # by name, such as "ova" [n, 2, classes] (0 unknown, 1 known), "projection" [n, m]
+    heads: dict[str, Tensor]  # by name, such as "ova" [n, 2, classes] (0 unknown, 1 known), "projection" [n, m]
 
 
 class Network(nn.Module):
@@ -41,9 +39,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Output:
         """Logits, features and the outputs of all further heads of images [n, channels, h, w]."""
         features: Tensor = self.backbone(x)
-        return Output(
-            self.classifier(features), features, {name: head(features) for name, head in self.heads.items()}
-        )
+        return Output(self.classifier(features), features, {name: head(features) for name, head in self.heads.items()})
 
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
