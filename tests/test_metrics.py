@@ -239,6 +239,8 @@ def test_confidences_are_probabilities():
             expected_calibration_error([0.5, bad], [True, True])
     with pytest.raises(ValueError, match="bins"):
         expected_calibration_error([0.5], [True], bins=0)
+    with pytest.raises(ValueError, match="found 2 and 1"):
+        calibration_histogram([0.5, 0.6], [True])
     with pytest.raises(ValueError, match="true or false"):
         expected_calibration_error([0.5], [2])
 

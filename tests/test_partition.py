@@ -244,6 +244,26 @@ def test_with_an_odd_number_of_clients_the_last_is_iid():
     assert distances[:4].min() > 0.2
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pair_is_cut_class_by_class(seed):
+    rng = np.random.default_rng(seed)
+    counts, gammas = rng.integers(0, 40, (6, 5)), rng.gamma(0.3, size=(2, 6, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = iter(np.log(gammas))
+        patch.setattr(module, "_log_gamma", lambda alpha, shape, rng: next(drawn))
+        to_first = module._paired_draw(counts, 0.3, rng)
+    for pair, row in enumerate(counts.tolist()):
+        held = [0, 0]
+        for c, n in enumerate(row):
+            share = gammas[0, pair, c] / gammas[:, pair, c].sum()
+            if held[0] >= sum(row) / 2:
+                share = 0
+            elif held[1] >= sum(row) / 2:
+                share = 1
+            assert to_first[pair, c] == int(share * n)
+            held = [held[0] + int(share * n), held[1] + n - int(share * n)]
+
+
 def test_hopeless_pairs_keep_the_most_balanced_draw(monkeypatch):
     ratios = iter([9.0, 3.5, 99.0, 1e9] * 50)
 
@@ -317,6 +337,28 @@ def test_samples_of_a_class_are_shuffled(kind):
     first = split(kind, np.zeros(1000, dtype=int), 2, alpha=1)[0]
     assert not np.array_equal(first, np.arange(len(first)))
     assert abs(first.mean() - 500) < 100
+
+
+def test_a_client_with_its_even_share_is_closed():
+    members = [np.arange(50), np.arange(50, 100)]  # each class goes to one client whole
+    for seed in range(20):
+        owners = module._capped_draw(members, 2, 1e-6, np.random.default_rng(seed))
+        assert np.bincount(owners, minlength=2).tolist() == [50, 50]
+
+
+@pytest.mark.parametrize(("total", "clients", "least"), [(1797, 20, 10), (240, 20, 6), (90, 30, 1), (59, 30, 0)])
+def test_everybody_has_enough_even_where_no_draw_gives_it(total, clients, least):
+    for seed in range(10):
+        assert min(map(len, split("dirichlet", np.arange(total) % 10, clients, 0.01, seed))) >= least
+
+
+def test_the_draw_that_lacks_least_is_topped_up(monkeypatch):
+    draws = [np.repeat([0, 1, 2], sizes) for sizes in ([100, 0, 0], [60, 36, 4], [90, 9, 1])]
+    left = iter(draws * module.ATTEMPTS)
+    monkeypatch.setattr(module, "_capped_draw", lambda *_: next(left))
+    parts = split("dirichlet", np.zeros(100, dtype=int), 3)
+    assert [len(part) for part in parts] == [54, 36, 10]
+    assert set(range(96, 100)) <= set(parts[2].tolist())
 
 
 def topped_up_sizes(sizes, wanted):
@@ -396,7 +438,7 @@ def test_shards_are_runs_in_the_order_of_labels():
 
 
 def test_more_shards_than_samples_cost_nothing():
-    assert_disjoint_cover(split("shards", np.zeros(50, dtype=int), 100_000, 10**12), 100_000, 50)
+    assert_disjoint_cover(split("shards", np.zeros(50, dtype=int), 100_000, 1e18), 100_000, 50)
 
 
 # --- mistakes and size ------------------------------------------------------------------------------------------
