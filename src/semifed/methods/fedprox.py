@@ -29,5 +29,7 @@ class FedProx(Method[Server, Down, Up, Received]):
         return Local(data, Received(down.weights), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Received) -> Loss:
+        if len(batch.labelled) == 0:  # nothing to learn from: weight decay alone must not move the model
+            return supervised(net, batch)
         drift = proximal(net.named_parameters(), const.weights)  # eq. 2
         return plus(supervised(net, batch), "proximity", self.proximity, drift)
