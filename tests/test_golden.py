@@ -1,0 +1,94 @@
+"""Three rounds of every method on real digits, against stored numbers: any change of results shows here first."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from semifed.methods import method_class, method_names
+from semifed.recipe import check_recipe
+from semifed.run import execute, prepare_run
+from toys import LABELS, Quiet
+
+GOLDEN = Path(__file__).parent / "golden"
+RTOL = 1e-4  # processors round differently
+
+
+def recipe_tables(name: str) -> dict[str, Any]:
+    kind = method_class(name)
+    labels = next(place for place in ("server", "clients") if place not in kind.no_meaning)
+    regime = next(regime for regime in ("open", "known", "novel") if regime not in kind.no_meaning)
+    options = {"threshold": 0.5} if "threshold" in {field.name for field in fields(kind)} else {}
+    scenario = {"labels": labels, "classes": regime, "clients": 4, "partition": "dirichlet", "alpha": 0.5}
+    return {
+        "dataset": "digits",
+        "rounds": 3,
+        "clients_per_round": 3,
+        "scenario": {**scenario, "known_count": 6, "subset": 240, **LABELS[labels]},
+        "model": {"name": "cnn", "width": [8, 8, 16]},
+        "views": {"weak": "crop(1)", "strong": "crop(1) randaugment(2,10) cutout(3)"},
+        "method": {"name": name, **options},
+        "local": {"epochs": 1, "batch": 8, "lr": 0.02, "weight_decay": 5e-4, "clip": 1.0},
+        "server": {"warmup_epochs": 6, "finetune_epochs": 1, "batch": 8},
+        "engine": {"workers": 1},
+    }
+
+
+class Watching(Quiet):
+    """Notes each finished round with the norms of the weights in its checkpoint."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self.rounds: list[dict[str, Any]] = []
+        self._out = out
+
+    def finished_round(self, record: Mapping[str, Any]) -> None:
+        """Read the checkpoint of this round."""
+        (path,) = (self._out / "checkpoint").glob("round-*.safetensors")
+        norms = {
+            name.removeprefix("weights/"): float(array.double().norm())
+            for name, array in sorted(load_file(path).items())
+            if name.startswith("weights/")
+        }
+        kept = ("round", "loss", "metrics", "pseudo", "bytes_up", "bytes_down", "images", "client_weights")
+        self.rounds.append({**{key: record[key] for key in kept if key in record}, "norms": norms})
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_golden_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    out = tmp_path / "run"
+    watching = Watching(out)
+    execute(prepare_run(check_recipe(recipe_tables(name))), out, watching)
+    path = GOLDEN / f"{name}.json"
+    if request.config.getoption("--regolden"):
+        path.write_text(json.dumps(watching.rounds, indent=1) + "\n")
+    stored = json.loads(path.read_text())
+    assert len(stored) == len(watching.rounds) == 3
+    for expected, found in zip(stored, watching.rounds, strict=True):
+        assert flat(found) == pytest.approx(flat(expected), rel=RTOL, abs=1e-7)
+
+
+def flat(content: Any, prefix: str = "") -> dict[str, float | None]:
+    """Every number under its path."""
+    if isinstance(content, dict):
+        pairs = content.items()
+    elif isinstance(content, list):
+        pairs = {str(index): value for index, value in enumerate(content)}.items()
+    else:
+        return {prefix: content}
+    return {path: value for key, inner in pairs for path, value in flat(inner, f"{prefix}/{key}").items()}
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert sorted(path.stem for path in GOLDEN.glob("*.json")) == method_names()
+
+
+def test_a_small_change_is_noticed() -> None:
+    stored = json.loads((GOLDEN / "fedavg.json").read_text())[-1]
+    changed = json.loads(json.dumps(stored))
+    changed["norms"]["classifier.weight"] *= 1.001
+    assert flat(changed) != pytest.approx(flat(stored), rel=RTOL, abs=1e-7)
