@@ -14,20 +14,9 @@ from scipy.stats import chisquare, kstest
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
-from semifed.data import views
-from semifed.data.views import (
-    OPERATIONS,
-    Crop,
-    CropDraw,
-    Cutout,
-    CutoutDraw,
-    Draw,
-    Flip,
-    FlipDraw,
-    RandAugment,
-    RandAugmentDraw,
-    Views,
-)
+from semifed.data import randaugment, views
+from semifed.data.randaugment import OPERATIONS, RandAugment, RandAugmentDraw
+from semifed.data.views import Crop, CropDraw, Cutout, CutoutDraw, Draw, Flip, FlipDraw, Views
 from semifed.errors import UserError
 
 STRONG = "flip crop(4) randaugment(2,10) cutout(16)"
@@ -217,14 +206,14 @@ def test_permuting_images_and_draws_permutes_the_views(seed: int) -> None:
 
 def test_parameters_of_every_level_are_those_of_the_table() -> None:
     levels = range(1, 10)
-    assert [views.posterize_bits(v) for v in levels] == POSTERIZE_BITS
-    assert [views.solarize_threshold(v) for v in levels] == SOLARIZE_THRESHOLDS
-    assert [views.enhance_factor(v) for v in levels] == pytest.approx(FACTORS, abs=1e-12)
-    assert [views.shear_amount(v) for v in levels] == pytest.approx(SHEARS, abs=1e-12)
-    assert [views.rotate_degrees(v) for v in levels] == DEGREES
-    assert [views.translate_pixels(v, 32) for v in levels] == TRANSLATIONS_32
-    assert [views.translate_pixels(v, 100) for v in levels] == [3 * v for v in levels]
-    assert [views.translate_pixels(v, 8) for v in levels] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    assert [randaugment.posterize_bits(v) for v in levels] == POSTERIZE_BITS
+    assert [randaugment.solarize_threshold(v) for v in levels] == SOLARIZE_THRESHOLDS
+    assert [randaugment.enhance_factor(v) for v in levels] == pytest.approx(FACTORS, abs=1e-12)
+    assert [randaugment.shear_amount(v) for v in levels] == pytest.approx(SHEARS, abs=1e-12)
+    assert [randaugment.rotate_degrees(v) for v in levels] == DEGREES
+    assert [randaugment.translate_pixels(v, 32) for v in levels] == TRANSLATIONS_32
+    assert [randaugment.translate_pixels(v, 100) for v in levels] == [3 * v for v in levels]
+    assert [randaugment.translate_pixels(v, 8) for v in levels] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
 def test_fill_is_grey_for_colour_and_the_mean_for_one_channel() -> None:
