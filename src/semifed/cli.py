@@ -112,12 +112,14 @@ def partition(
     out: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the bubble plot (.png or .svg).")] = None,
 ) -> None:
     """Show who holds what, before any training."""
-    from semifed.data.scenario import class_counts
     from semifed.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    from semifed.data.scenario import class_counts
     from semifed.report import draw_partition, partition_table
     from semifed.run import prepare_run
 
-    counts = class_counts(prepare_run(load_recipe(recipe, overrides or ())).scenario)
+    counts = class_counts(prepare_run(loaded).scenario)
     partition_table(counts, console)
     if out is not None:
         draw_partition(counts, out)

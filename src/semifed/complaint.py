@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from semifed.errors import nearest
 
 LONGEST = 60  # characters of a wrong value that are worth repeating
+LONGEST_NAME = 300  # a key or file is what the message is about
 
 _KINDS: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
@@ -85,8 +86,8 @@ def shown(value: object) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A key as it is, or quoted if it would not print as one word."""
-    plain = key.isprintable() and key and len(key) <= LONGEST
+    """A key or file name as it is, or quoted and shortened if it would garble the message."""
+    plain = key.isprintable() and key and len(key) <= LONGEST_NAME
     return key if plain else shown(key)
 
 

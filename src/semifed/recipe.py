@@ -1,5 +1,6 @@
 """A recipe: everything that decides a run's numbers, from TOML, checked before anything is written."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -31,6 +32,7 @@ LARGEST = 2**31 - 1
 MOST_CLIENTS = 1_000_000
 MOST_WORKERS = 1_024
 LARGEST_BATCH = 2**16
+LARGEST_LAYER = 65_536
 WIDEST = 4_096  # channels of a layer; above, a network does not fit in a usual machine's memory
 ALTERNATIVES = (
     {"local.epochs", "local.steps"},
@@ -46,6 +48,12 @@ BatchSize = Annotated[Whole, Field(ge=1, le=LARGEST_BATCH)]
 Positive = Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=FASTEST, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(printable)]
+
+
+def _not_too_wide(head: str) -> str:
+    if any(len(units) > 5 or int(units) > LARGEST_LAYER for units in re.findall(r"\d+", head)):
+        raise ValueError(f"{shown(head)} has a layer of more than {LARGEST_LAYER} units")
+    return head
 
 
 class Table(BaseModel):
@@ -106,7 +114,7 @@ class ModelTable(Table):
         | tuple[Annotated[Whole, Field(ge=1, le=WIDEST)], ...]
         | None
     ) = None
-    head: Text = "linear"
+    head: Annotated[Text, AfterValidator(_not_too_wide)] = "linear"
     batchnorm: Literal["auto", "static", "tracked"] = "auto"
 
 

@@ -1,0 +1,203 @@
+"""The command from outside: help, lists, pipes, quiet, names of run directories, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import Outcome, assert_same_weights, process, semifed, surroundings, tiny_tables, written
+
+LISTS = ("methods", "datasets", "models", "recipes")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return written(tmp_path / "tiny.toml", {**tiny_tables(), "rounds": 2})
+
+
+def is_plain(text: str) -> bool:
+    return all(character.isprintable() or character == "\n" for character in text)
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_lists_are_tables_for_people_and_json_for_programs(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    table = semifed(capsys, "list", what)
+    assert table.code == 0
+    assert is_plain(table.out)
+    rows = json.loads(semifed(capsys, "list", what, "--json").out)
+    assert rows
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row["name"] in table.out
+        assert all(isinstance(value, str) and value for value in row.values())
+
+
+@pytest.mark.parametrize("columns", ["60", "30", "200"])
+def test_lists_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    outcome = semifed(capsys, "list", "recipes")
+    assert outcome.code == 0
+    assert max(map(len, outcome.out.splitlines())) <= int(columns)
+
+
+def test_a_misspelt_list(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = semifed(capsys, "list", "metods")
+    assert outcome == Outcome(2, "", "error: list: there are no 'metods'; did you mean 'methods'?\n")
+
+
+def test_version_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert semifed(capsys, "--version").out.strip() == "0.1.0"
+    for arguments in (["--help"], ["-h"], ["run", "--help"], ["sweep", "-h"]):
+        outcome = semifed(capsys, *arguments)
+        assert outcome.code == 0
+        assert "Usage: semifed" in outcome.out
+    assert "Usage: semifed" in "".join(semifed(capsys)[1:])
+    for wrong in (["rnu"], ["run"], ["run", "quickstart", "--sed", "1"], ["run", "quickstart", "--seed", "x"]):
+        assert semifed(capsys, *wrong).code == 2
+
+
+def test_help_and_first_mistakes_do_not_load_pytorch() -> None:
+    for arguments in (["--help"], ["run", "--help"], ["list", "recipes"], ["run", "quickstart", "rouds=3"]):
+        program = (
+            f"import sys; sys.argv = ['semifed', *{arguments!r}]\n"
+            "from semifed.cli import main\n"
+            "try: main()\nexcept SystemExit: pass\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, env=surroundings(), timeout=120
+        )
+
+
+def test_a_run_in_a_pipe_prints_plain_lines_and_writes_where_it_says(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    outcome = semifed(capsys, "run", recipe)
+    assert outcome.code == 0, outcome
+    assert is_plain(outcome.out)
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith("round    1/2")
+    assert lines[1].startswith("round    2/2")
+    assert lines[-1] == "report: runs/tiny/fedfixmatch-seed0/report.html"
+    run = Path("runs/tiny/fedfixmatch-seed0")
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoint",
+        "model",
+        "partition.json",
+        "recipe.toml",
+        "report.html",
+        "rounds.jsonl",
+        "summary.json",
+    }
+    again = semifed(capsys, "run", recipe)
+    assert again.code == 2
+    assert "already holds a run; continue it with --resume" in again.err
+
+
+def test_the_default_directory_never_leaves_runs(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
+) -> None:
+    bare = tmp_path / "elsewhere" / "bare"
+    bare.parent.mkdir()
+    bare.write_text(Path(recipe).read_text())
+    assert semifed(capsys, "run", str(bare), "-q").code == 0
+    assert Path("runs/bare/fedfixmatch-seed0/summary.json").exists()
+    assert [path.name for path in bare.parent.iterdir()] == ["bare"]
+
+
+def test_quiet_prints_nothing_and_options_reach_the_recipe(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    outcome = semifed(capsys, "run", recipe, "--quiet", "--seed", "5", "--out", "there", "--workers", "1")
+    assert outcome == Outcome(0, "", "")
+    assert "seed = 5" in Path("there/recipe.toml").read_text()
+
+
+def test_the_recipe_of_a_run_directory_runs_again_with_the_same_weights(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    assert semifed(capsys, "run", recipe, "-q", "--out", "one", "local.lr=1e-2").code == 0
+    assert semifed(capsys, "run", "one/recipe.toml", "-q", "--out", "two").code == 0
+    assert_same_weights(Path("one"), Path("two"))
+    assert Path("one/recipe.toml").read_text() == Path("two/recipe.toml").read_text()
+
+
+def test_training_that_diverges_at_the_server(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    explosive = ("server.lr=1e6", "local.weight_decay=1e6", "server.warmup_epochs=9")
+    outcome = semifed(capsys, "run", recipe, "-q", *explosive, "--out", "x")
+    assert outcome.code == 2
+    assert "training at the server failed" in outcome.err
+    assert "server.lr" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "quickstrt"], "did you mean 'quickstart'?"),
+        (["run", "quickstart", "rounds=ten"], "rounds: 'ten' is not a whole number"),
+        (["run", "quickstart", "rounds=3.5"], "rounds: 3.5 is not a whole number"),
+        (["run", "quickstart", "seed=-1"], "seed: -1 is out of range"),
+        (["run", "quickstart", "--seed", "-1"], "seed: -1 is out of range"),
+        (["run", "quickstart", "--workers", "-2"], "engine.workers: -2 is out of range"),
+        (["run", "quickstart", "--engine", "cloud"], "engine.name: there is no 'cloud'"),
+        (["run", "quickstart", "local.lr=nan"], "local.lr: nan is not a finite number"),
+        (["run", "quickstart", "scenario=3"], "scenario: 3 is not a table"),
+        (["run", "absent.toml"], "absent.toml cannot be read"),
+        (["run", "."], "recipe . cannot be read"),
+        (["run", "quickstart", "rounds"], "'rounds' is no override"),
+        (["sweep", "quickstart", "local.lr=fast,slow"], "local.lr: 'fast' is not a number"),
+        (["partition", "quickstart", "scenario.clientz=3"], "did you mean 'clients'?"),
+        (["list", "recipies"], "did you mean 'recipes'?"),
+    ],
+)
+def test_mistakes_seen_from_outside(tmp_path: Path, arguments: list[str], message: str) -> None:
+    outcome = process(*arguments, cwd=tmp_path)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("error: ")
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "quickstart", "method=fedfixmach"], "did you mean 'fedfixmatch'?"),
+        (["run", "quickstart", "views.weak=flp"], "did you mean 'flip'?"),
+        (["run", "quickstart", "evaluate.unseen=[gausian]"], "did you mean 'gaussian'?"),
+        (["run", "quickstart", "model.width=[1]"], "model.width"),
+        (["run", "quickstart", "dataset=digit"], "did you mean 'digits'?"),
+        (["sweep", "quickstart", "scenario.labelled_per_class=1,9999"], "scenario.labelled_per_class: 9999"),
+    ],
+)
+def test_mistakes_that_need_the_data_seen_from_outside(tmp_path: Path, arguments: list[str], message: str) -> None:
+    outcome = process(*arguments, cwd=tmp_path)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.startswith("error: ")
+    assert "Traceback" not in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(tmp_path: Path) -> None:
+    for arguments in ("list recipes", "list recipes --json", "--help"):
+        read, write = os.pipe()
+        os.close(read)
+        with os.fdopen(write, "wb") as closed:
+            done = subprocess.run(
+                [sys.executable, "-m", "semifed", *arguments.split()],
+                stdout=closed,
+                stderr=subprocess.PIPE,
+                cwd=tmp_path,
+                env=surroundings(),
+                text=True,
+                timeout=120,
+            )
+        assert done.stderr == ""
+        assert done.returncode != 0

@@ -1,0 +1,182 @@
+"""Recipes: built-in ones, overrides, alternatives, and the resolved file of a run."""
+
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from command import tiny_tables, written
+from semifed.complaint import shown, shown_key
+from semifed.errors import UserError, nearest
+from semifed.override import parsed_value, split_values
+from semifed.recipe import check_recipe, load_recipe, recipe_names
+from semifed.schedule import schedule_factor
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    return written(tmp_path / "tiny.toml", tiny_tables())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_built_in_recipe_is_valid_and_resolves_to_itself(name: str) -> None:
+    loaded = load_recipe(name)
+    assert check_recipe(tomllib.loads(loaded.to_toml())).plain() == loaded.plain()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-3", 1e-3),
+        ("-2", -2),
+        ("true", True),
+        ("word", "word"),
+        ("'quoted'", "quoted"),
+        ('"3"', "3"),
+        ("flip crop(4)", "flip crop(4)"),
+        ("[1, 2]", [1, 2]),
+        ("[]", []),
+        ("[mnist, gaussian]", ["mnist", "gaussian"]),
+        ("[mnist,3]", ["mnist", 3]),
+        ("{a=1}", {"a": 1}),
+        ("", ""),
+        ("a=b", "a=b"),
+        ("True", "True"),
+        ("dir/set.npz", "dir/set.npz"),
+    ],
+)
+def test_values_need_no_quotes(text: str, value: object) -> None:
+    assert parsed_value(text) == value
+    assert type(parsed_value(text)) is type(value)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_some_value(text: str) -> None:
+    parsed_value(text)
+
+
+@given(st.lists(st.text(alphabet="abc.19 ", min_size=1, max_size=5), min_size=1, max_size=5))
+def test_plain_values_are_split_at_every_comma(words: list[str]) -> None:
+    assert split_values(",".join(words)) == words
+
+
+def test_later_overrides_win(recipe: str) -> None:
+    assert load_recipe(recipe, ["local.lr=0.1", "local.lr=0.2"]).local.lr == 0.2
+
+
+def test_a_method_by_name_drops_the_fields_of_the_other(recipe: str) -> None:
+    switched = load_recipe(recipe, ["method=server-only"])
+    assert dict(switched.method) == {"name": "server-only"}
+    kept = load_recipe(recipe, ["method.unlabelled_weight=2"])
+    assert dict(kept.method) == {"name": "fedfixmatch", "threshold": 0.1, "unlabelled_weight": 2}
+    both = load_recipe(recipe, ["method=fixmatch-lpl", "method.threshold=0.7"])
+    assert dict(both.method) == {"name": "fixmatch-lpl", "threshold": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "table", "gone", "here"),
+    [
+        (["local.epochs=2"], "local", "steps", "epochs"),
+        (["scenario.labels=clients", "scenario.labelled_fraction=0.5"], "scenario", "labelled_per_class", "labels"),
+        (["scenario.known=[1]"], "scenario", "known_count", "known"),
+    ],
+)
+def test_an_override_takes_the_place_of_its_alternatives(
+    tmp_path: Path, overrides: list[str], table: str, gone: str, here: str
+) -> None:
+    tables = tiny_tables()
+    tables["scenario"]["known_count"] = 6
+    plain = load_recipe(written(tmp_path / "a.toml", tables), overrides).plain()
+    assert gone not in plain[table]
+    assert here in plain[table]
+
+
+def test_overrides_of_both_alternatives_contradict(recipe: str) -> None:
+    with pytest.raises(UserError, match="give epochs or steps, not both"):
+        load_recipe(recipe, ["local.steps=2", "local.epochs=2"])
+
+
+def test_the_resolved_recipe_writes_out_the_defaults_of_the_method(recipe: str) -> None:
+    plain = load_recipe(recipe).plain()
+    assert plain["method"] == {"name": "fedfixmatch", "threshold": 0.1, "unlabelled_weight": 1.0}
+    assert plain["model"]["width"] == [2, 3, 4]
+    assert "alpha" not in plain["scenario"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rounds": "ten"}, "rounds: 'ten' is not a whole number"),
+        ({"rounds": 3.5}, "rounds: 3.5 is not a whole number"),
+        ({"rounds": True}, "rounds: true is not a whole number"),
+        ({"rounds": [1]}, "rounds: [1] is not a whole number"),
+        ({"rounds": 0}, "rounds: 0 is out of range: it must be at least 1"),
+        ({"seed": -1}, "seed: -1 is out of range: it must be at least 0"),
+        ({"local": {"lr": float("nan")}}, "local.lr: nan is not a finite number"),
+        ({"local": {"lr": "0.1"}}, "local.lr: '0.1' is not a number"),
+        ({"local": {"momentum": 1}}, "local.momentum: 1 is out of range: it must be less than 1"),
+        ({"local": {"keep_optimizer": "yes"}}, "local.keep_optimizer: 'yes' is neither true nor false"),
+        ({"model": {"width": "wide"}}, "model.width: 'wide' is neither a number nor a list in [ ]"),
+        ({"model": {"width": [1, "a", 3]}}, "model.width: 'a' is not a whole number"),
+        ({"model": {"width": [1, 0, 3]}}, "model.width: 0 is out of range: it must be at least 1"),
+        ({"evaluate": {"unseen": "gaussian"}}, "evaluate.unseen: 'gaussian' is not a list in [ ]"),
+        ({"evaluate": {"unseen": [3]}}, "evaluate.unseen: 3 is not text"),
+        ({"views": 3}, "views: 3 is not a table with the keys weak, strong"),
+        ({"views": {"weak": ""}}, "views.weak: '' is empty"),
+        ({"views": {"weak": "a\nb"}}, "views.weak: 'a\\nb' holds characters that cannot be printed"),
+        ({"dataset": None}, "dataset: None is not text"),
+        ({"engine": {"device": "gpu"}}, "engine.device: there is no 'gpu'; did you mean 'cpu'?"),
+        ({"scenario": {"labels": "sever"}}, "scenario.labels: there is no 'sever'; did you mean 'server'?"),
+        (
+            {"scenario": {"clients": 2}},
+            "scenario.labelled_per_class: labels = 'clients' needs exactly "
+            "labelled_per_class or labelled_fraction, found none of them",
+        ),
+        ({"modle": {}}, "modle: unknown key; did you mean 'model'?"),
+        ({"model": {"nme": 1}}, "model.nme: unknown key; did you mean 'name'?"),
+    ],
+)
+def test_messages_say_what_is_wrong_in_plain_words(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_recipe({**tiny_tables(), **change})
+    assert str(error.value) == message
+
+
+def test_values_and_keys_are_shown_on_one_short_line() -> None:
+    assert shown({"a": 1}) == "a table"
+    assert shown([{"a": 1}, "b", True]) == "[{...}, 'b', true]"
+    assert len(shown("x" * 10_000)) <= 60
+    assert len(shown(list(range(10_000)))) <= 60
+    assert "bits" in shown(10**5000)
+    assert "\n" not in shown("a\nb")
+    assert shown_key("local") == "local"
+    assert shown_key("a\nb") == "'a\\nb'"
+    assert shown_key("") == "''"
+
+
+def test_the_nearest_name_or_all_of_them() -> None:
+    assert nearest("metods", ["methods", "models"]) == "did you mean 'methods'?"
+    assert nearest("QuickStart", ["quickstart"]) == "did you mean 'quickstart'?"
+    assert nearest("zzz", ["b", "a"]) == "valid: a, b"
+    assert nearest("x", []) == "nothing may stand here"
+
+
+@given(st.integers(1, 50), st.data())
+def test_a_cosine_falls_from_one_to_its_end(rounds: int, data: st.DataObject) -> None:
+    end = data.draw(st.floats(0, 1))
+    text = f"cosine({end!r})"
+    factors = [schedule_factor(text, round_, rounds) for round_ in range(rounds + 1)]
+    assert factors[0] == pytest.approx(1)
+    assert factors[-1] == pytest.approx(end)
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(factors))
+
+
+@pytest.mark.parametrize("text", ["", "cos", "cosine()", "cosine(2)", "cosine(-0.1)", "cosine(nan)", "cosine(1e)"])
+def test_other_schedules_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="schedule"):
+        schedule_factor(text, 0, 1)

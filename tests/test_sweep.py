@@ -1,0 +1,101 @@
+"""Sweeps: names of their runs, mistakes found before the first run starts, and resuming."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import assert_same_weights, semifed, tiny_tables, written
+from semifed.errors import UserError
+from semifed.sweep import grid
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return written(tmp_path / "tiny.toml", {**tiny_tables(), "rounds": 2})
+
+
+def names(recipe: str, *axes: str, seeds: str = "0") -> list[str]:
+    return [name for name, _ in grid(recipe, axes, seeds)]
+
+
+def test_a_run_is_named_by_what_varies(recipe: str) -> None:
+    assert names(recipe) == ["seed0"]
+    assert names(recipe, "local.lr=0.1", seeds="0,1") == ["seed0", "seed1"]
+    assert names(recipe, "local.lr=0.1,1e-3", "method=server-only,fedfixmatch") == [
+        "lr=0.1-server-only-seed0",
+        "lr=0.1-fedfixmatch-seed0",
+        "lr=1e-3-server-only-seed0",
+        "lr=1e-3-fedfixmatch-seed0",
+    ]
+    assert names(recipe, "model.width=[1,2,3],[2, 2, 2]") == ["width=_1_2_3_-seed0", "width=_2_2_2_-seed0"]
+    assert names(recipe, "views.weak=crop(1),flip crop(1)") == ["weak=crop_1_-seed0", "weak=flip_crop_1_-seed0"]
+
+
+def test_two_keys_with_one_last_word_are_named_in_full(recipe: str) -> None:
+    assert names(recipe, "local.lr=0.1,0.2", "server.lr=0.3,0.4")[0] == "local.lr=0.1-server.lr=0.3-seed0"
+
+
+def test_the_recipes_hold_the_values_of_their_names(recipe: str) -> None:
+    for name, loaded in grid(recipe, ["local.lr=0.1,0.2"], "3,4"):
+        assert name == f"lr={loaded.local.lr}-seed{loaded.seed}"
+
+
+@pytest.mark.parametrize(
+    ("axes", "seeds", "message"),
+    [
+        (["local.lr"], "0", "'local.lr' is no axis"),
+        (["local.lr="], "0", "is no axis"),
+        (["=1,2"], "0", "is no axis"),
+        (["seed=0,1"], "0", "--seeds 0,1"),
+        (["local.lr=0.1,0.1"], "0", "share the directory lr=0.1-seed0"),
+        (["views.weak=crop(1),crop[1]"], "0", "share the directory|views.weak"),
+        (["local.lr=0.1", "local.lr=0.2"], "0", "this axis is given 2 times"),
+        (["local.lr=0.1,fast"], "0", "local.lr: 'fast' is not a number"),
+        (["local.rl=0.1,0.2"], "0", "did you mean 'lr'?"),
+        ([], "0,x", "--seeds: '0,x'"),
+        ([], "", "--seeds: ''"),
+        ([], "0,0", "share the directory seed0"),
+        ([], "-1", "seed: -1 is out of range"),
+    ],
+)
+def test_mistakes_in_axes_and_seeds(recipe: str, axes: list[str], seeds: str, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace("?", r"\?")):
+        grid(recipe, axes, seeds)
+
+
+@pytest.mark.parametrize("axis", ["scenario.labelled_per_class=2,9999", "model.width=[2,2,2],[2,2]", "rounds=1,0"])
+def test_a_bad_axis_fails_before_the_first_run(capsys: pytest.CaptureFixture[str], recipe: str, axis: str) -> None:
+    outcome = semifed(capsys, "sweep", recipe, axis, "--out", "grid")
+    assert outcome.code == 2
+    assert axis.partition("=")[0] in outcome.err
+    assert not Path("grid").exists()
+
+
+def test_a_sweep_keeps_finished_runs_resumes_others_and_refuses_foreign_ones(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    arguments = ("sweep", recipe, "local.lr=0.05,0.1", "--out", "grid")
+    first = semifed(capsys, *arguments)
+    assert first.code == 0
+    assert "finished before" not in first.out
+    assert Path("grid/compare.html").exists()
+    untouched = Path("grid/lr=0.05-seed0/rounds.jsonl")
+    before = untouched.stat().st_mtime_ns
+
+    interrupted = Path("grid/lr=0.1-seed0")
+    reference = Path("reference")
+    interrupted.rename(reference)
+    assert semifed(capsys, "run", recipe, "local.lr=0.1", "--out", str(interrupted), "-q").code == 0
+    (interrupted / "summary.json").unlink()
+    second = semifed(capsys, *arguments)
+    assert second.code == 0
+    assert second.out.count("finished before") == 1
+    assert untouched.stat().st_mtime_ns == before
+    assert json.loads((interrupted / "summary.json").read_text())["rounds"] == 2
+    assert_same_weights(interrupted, reference)
+
+    third = semifed(capsys, "sweep", recipe, "local.lr=0.05,0.1", "rounds=3", "--out", "grid")
+    assert third.code == 2
+    assert "was started with rounds = 2, now it is 3" in third.err
