@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import semifed.recipe
 from reference.batchnorm import cnn_statistics
 from semifed.client_round import ClientRecord, Held, Reply, Task, client_round
 from semifed.data.client import Batch, ClientData
@@ -24,6 +23,7 @@ from semifed.methods import method_class, method_names
 from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Down, Local, Server, Up
+from semifed.recipe import Recipe
 from semifed.run import Parts, RoundLoop, build_workplace
 from semifed.wire import from_arrays, to_arrays
 from toys import (
@@ -223,7 +223,7 @@ class Remembers(Method[Server, Down, Up, Memory, Memory]):
 def test_resume_brings_back_what_clients_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = toy_recipe("fedavg", "clients", {"local": {"keep_optimizer": True}})
     parts = toy_parts(recipe)
-    monkeypatch.setattr(semifed.recipe, "method_class", lambda name: Remembers)
+    monkeypatch.setattr(Recipe, "build_method", lambda self: Remembers())
     parts = Parts(recipe, Remembers(), parts.scenario)
     whole = run_toy(parts, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -426,10 +426,15 @@ def spoil(monkeypatch: pytest.MonkeyPatch, rounds: set[int], client: int) -> Non
     monkeypatch.setattr("semifed.engines.local.client_round", spoiled)
 
 
-def test_too_few_clients_end_the_run_with_their_reasons(tmp_path: Path) -> None:
-    recipe = toy_recipe("fedavg", "clients", {"local": {"lr": 1e30}}, min_clients=3)
-    with pytest.raises(UserError, match=r"round 1: only 0 of 3 clients delivered, min_clients is 3.*client \d: "):
-        run_toy(toy_parts(recipe), tmp_path / "run")
+def test_too_few_clients_end_the_run_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverging(place: object, task: Task, down: object, data: ClientData) -> Reply:
+        raise Diverged("the loss became nan in step 1")
+
+    parts = toy_parts(toy_recipe("fedavg", "clients", min_clients=3))
+    monkeypatch.setattr("semifed.engines.local.client_round", diverging)
+    expected = r"round 1: only 0 of 3 clients delivered, min_clients is 3.*client \d: the loss became nan in step 1"
+    with pytest.raises(UserError, match=expected):
+        run_toy(parts, tmp_path / "run")
 
 
 def test_clients_with_fewer_than_two_images_are_left_out(tmp_path: Path) -> None:
