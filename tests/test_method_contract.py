@@ -17,7 +17,7 @@ from semifed.data.client import Batch, ClientData
 from semifed.data.scenario import Sealed
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
-from semifed.fit import Loss
+from semifed.fit import Diverged, Loss
 from semifed.method import Method, payload_types
 from semifed.methods import method_class, method_names
 from semifed.net import Net
@@ -38,7 +38,7 @@ from toys import (
     toy_recipe,
 )
 
-every_case = pytest.mark.parametrize(("method", "labels"), meaningful(), ids="-".join)
+every_case = pytest.mark.parametrize(("method", "labels"), meaningful(), ids=lambda word: word)
 every_method = pytest.mark.parametrize("method", method_names())
 
 
@@ -332,7 +332,7 @@ def test_a_refused_scenario_names_the_nearest_that_works(method: str) -> None:
 honest_cases = pytest.mark.parametrize(
     ("method", "labels"),
     [case for case in meaningful() if not method_class(case[0]).opens_labels],
-    ids="-".join,
+    ids=lambda word: word,
 )
 
 
