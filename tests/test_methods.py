@@ -122,6 +122,31 @@ def test_pseudo_labels_once_a_round(threshold: float) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["fixmatch-lpl", "fixmatch-gpl", "fedfixmatch"])
+def test_only_confident_images_count_and_the_mean_is_over_all(method: str) -> None:
+    """With the threshold in the middle of the batch's confidences, whichever network and view they come from."""
+    net, batch, _, down = first_step(parts_of(method, threshold=0.0))
+    received = place_of(parts_of(method)).net
+    received.load(down.weights)
+    labelled, *_, strong = logits_by_hand(net, batch, with_weak=method != "fedfixmatch")
+    if method == "fixmatch-lpl":
+        guessing = logits_by_hand(net, batch, with_weak=True)[1]
+    else:
+        view = batch.unlabelled.weak if method == "fixmatch-gpl" else batch.unlabelled.plain
+        guessing = received(view).logits.detach().double().numpy()
+    confidence = np.sort([np.exp(max(reference.log_probabilities(row.tolist()))) for row in guessing])
+    threshold = float(confidence[3:5].mean())
+    assert len(confidence) == 8
+    parts = parts_of(method, threshold=threshold, unlabelled_weight=0.6)
+    net, batch, const, _ = first_step(parts)
+    loss = parts.method.loss(net, batch, const)
+    assert loss.pseudo is not None
+    assert int(loss.pseudo.used.sum()) == 4
+    labels = batch.labelled.labels.tolist()
+    expected = reference.fixmatch(labelled, labels, guessing, strong, threshold, 0.6)
+    assert parts_of_loss(loss) == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_client_without_confident_images_sends_nothing_new_and_counts_nothing() -> None:
     parts = parts_of("fedfixmatch", "server", threshold=1.0)
     down = down_of(parts)
