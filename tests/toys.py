@@ -51,9 +51,8 @@ def toy_dataset(*, per_class: int = 20, classes: int = 5, size: int = 8, channel
 
     mean, std = (0.5,) * channels, (0.25,) * channels
     names = tuple(f"class {index}" for index in range(classes))
-    return Dataset(
-        "toy", *draw(per_class), *draw(max(per_class // 4, 1)), names, (0.5,) * channels, (0.25,) * channels, ""
-    )
+    train, test = draw(per_class), draw(max(per_class // 4, 1))
+    return Dataset("toy", *train, *test, classes=names, mean=mean, std=std, source="")
 
 
 def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]] | None = None, **top: Any) -> Recipe:
