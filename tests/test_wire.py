@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from semifed.payloads import Up
 from semifed.wire import fault_of, from_arrays, size_in_bytes, to_arrays
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -134,12 +135,26 @@ LIKE = {"kernel": torch.zeros(2, 3), "count": torch.tensor([1, 2])}
     ],
 )
 def test_faulty_weights_are_refused(weights: dict[str, Tensor], words: str) -> None:
-    fault = fault_of(weights, LIKE)
+    fault = fault_of(Up(weights, torch.ones(())), LIKE, [])
     assert fault is not None
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(fault)
 
 
 def test_sound_weights_pass_also_in_part() -> None:
-    assert fault_of(dict(LIKE), LIKE) is None
-    assert fault_of({"kernel": torch.ones(2, 3)}, LIKE) is None
+    assert fault_of(Up(dict(LIKE), torch.zeros(())), LIKE, list(LIKE)) is None
+    assert fault_of(Up({"kernel": torch.ones(2, 3)}, torch.ones(())), LIKE, ["kernel"]) is None
+
+
+def test_an_update_without_some_of_the_weights_is_refused() -> None:
+    assert fault_of(Up({"kernel": torch.ones(2, 3)}, torch.ones(())), LIKE, list(LIKE)) == (
+        f"weights named '{min(set(LIKE) - {'kernel'})}' are missing"
+    )
+
+
+@pytest.mark.parametrize(("samples", "told"), [(-1.0, "cannot be negative"), (float("nan"), "NaN")])
+def test_a_count_that_is_none_is_refused(samples: float, told: str) -> None:
+    fault = fault_of(Up(dict(LIKE), torch.tensor(samples)), LIKE, list(LIKE))
+    assert fault is not None
+    assert "samples" in fault
+    assert told in fault

@@ -51,11 +51,14 @@ class Net:
         }
 
     def trained(self) -> Weights:
-        """A copy of the weights that training may have changed: no static batch-norm statistics."""
+        """A copy of the weights that training may have changed."""
         state = self.state()
-        if self.batchnorm == "static":
-            return {name: tensor for name, tensor in state.items() if name not in self._buffers}
-        return state
+        return {name: state[name] for name in self.trained_names()}
+
+    def trained_names(self) -> list[str]:
+        """Names of the weights that training may change: all but static batch-norm statistics."""
+        names = self.network.state_dict().keys()
+        return [name for name in names if self.batchnorm != "static" or name not in self._buffers]
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:

@@ -1,6 +1,6 @@
 """The round loop: from a recipe to a run directory."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,12 +171,11 @@ class RoundLoop:
         def ask(down: Any, /) -> list[Any]:
             cohort = self._cohort(round_)
             traffic[1] += len(cohort) * size_in_bytes(down)
-            held = dict(self.engine.held)
-            fresh = [
-                _checked(answer, down) for answer in self.engine.ask(round_, recipe.local.lr * factor, cohort, down)
-            ]
+            expected = self.site.net.trained_names()
+            replies = self.engine.ask(round_, recipe.local.lr * factor, cohort, down)
+            fresh = [_checked(answer, down, expected) for answer in replies]
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
-            self.engine.held = held | {one.record.client: one.held for one in fresh if isinstance(one, Reply)}
+            self.engine.held.update({one.record.client: one.held for one in fresh if isinstance(one, Reply)})
             answers.extend(fresh)
             ups = [answer.up for answer in fresh if isinstance(answer, Reply)]
             traffic[0] += sum(size_in_bytes(up) for up in ups)
@@ -286,9 +285,9 @@ def _optimiser(recipe: Recipe) -> Optimiser:
     return Optimiser(local.lr, local.momentum, local.nesterov, local.weight_decay, local.clip)
 
 
-def _checked(answer: Reply | ClientFailure, down: Any) -> Reply | ClientFailure:
-    """A reply whose weights cannot be averaged becomes a failure of that client."""
-    if isinstance(answer, Reply) and (fault := fault_of(answer.up.weights, down.weights)):
+def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]) -> Reply | ClientFailure:
+    """A reply that cannot be averaged becomes a failure of that client."""
+    if isinstance(answer, Reply) and (fault := fault_of(answer.up, down.weights, expected)):
         return ClientFailure(answer.record.client, f"its update was refused: {fault}")
     return answer
 

@@ -72,15 +72,24 @@ def size_in_bytes(value: object) -> int:
     return sum(array.numel() * array.element_size() for array in to_arrays(value).values())
 
 
-def fault_of(weights: Weights, like: Weights) -> str | None:
-    """Why received weights may not enter an average: a foreign name, wrong shape or type, NaN or infinity."""
+def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | None:
+    """Why a client's update may not enter an average: names, shapes or types that do not fit, NaN or infinity.
+
+    `sent` are the weights the client received, `expected` the names it had to send back.
+    """
+    arrays = to_arrays(update)
+    weights = {name.removeprefix("weights/"): array for name, array in arrays.items() if name.startswith("weights/")}
+    if missing := sorted(set(expected) - set(weights)):
+        return f"weights named '{missing[0]}' are missing"
     for name, tensor in weights.items():
-        if name not in like:
+        if name not in sent:
             return f"weights named '{name}' were never sent out"
-        expected = like[name]
-        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+        if tensor.shape != sent[name].shape or tensor.dtype != sent[name].dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
-            return f"'{name}' is {found}, expected {expected.dtype} {list(expected.shape)}"
-        if not bool(torch.isfinite(tensor).all()):
-            return f"'{name}' holds NaN or infinity"
+            return f"'{name}' is {found}, expected {sent[name].dtype} {list(sent[name].shape)}"
+    for name, array in arrays.items():
+        if not bool(torch.isfinite(array).all()):
+            return f"'{name.removeprefix('weights/')}' holds NaN or infinity"
+    if "samples" in arrays and bool((arrays["samples"] < 0).any()):
+        return f"'samples' is {arrays['samples'].tolist():g}, a count cannot be negative"
     return None

@@ -10,7 +10,7 @@ from semifed.errors import ClientFailure
 class Engine(Protocol):
     """One exchange with clients, and what they hold between rounds."""
 
-    held: dict[int, Held]
+    held: dict[int, Held]  # by client; the round loop enters what came with an accepted reply
 
     def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
         """Replies in the order of `clients`."""

@@ -53,7 +53,7 @@ class LocalEngine:
             self._pool = _Pool(build, scenario.dataset.x_train, self.workers, timeout)
 
     def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
-        """One round of the given clients; what they hold afterwards is remembered here."""
+        """One round of the given clients, each starting from what it held."""
         answers: dict[int, Reply | ClientFailure] = {}
         jobs: list[tuple[Task, ClientData]] = []
         for client in clients:
@@ -67,9 +67,6 @@ class LocalEngine:
         else:
             for task, data in jobs:
                 answers[task.client] = _attempt(self._place, task, down, data)
-        for client, answer in answers.items():
-            if isinstance(answer, Reply):
-                self.held[client] = answer.held
         return [answers[client] for client in clients]
 
     def close(self) -> None:
