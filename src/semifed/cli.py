@@ -72,11 +72,12 @@ def sweep(
     out: Annotated[Path | None, typer.Option(help="Where the runs go; default runs/RECIPE.")] = None,
 ) -> None:
     """Run a grid of recipes; finished runs are kept, interrupted ones resumed. Ends in a comparison."""
-    from semifed.report import compare_runs
     from semifed.sweep import grid
 
     out = out or Path("runs") / _stem(recipe)
     runs = grid(recipe, axes or (), seeds)
+    from semifed.report import compare_runs
+
     waiting = _unfinished(runs, out)
     for number, (name, loaded) in enumerate(runs, 1):
         done = name not in waiting

@@ -43,8 +43,11 @@ class RunDirectory:
             else:
                 self._refuse_what_is_there()
                 self._begin(recipe)
-        except OSError as error:
-            raise UserError(f"--out {self.path} cannot be used: {error.strerror or error}") from None
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise UserError(f"--out {self.path} cannot be used: {error.strerror or error}") from None
+            raise
 
     def close(self) -> None:
         """Let other processes write here."""

@@ -235,10 +235,12 @@ class _Pool:
     def _with_news(self) -> list["_Worker"]:
         """Busy workers that answered, died, or ran out of time; waits until there is one."""
         busy = [worker for worker in self._workers if worker.job is not None]
+        if not busy:  # all of them died while idle; waiting for nobody would last for ever
+            return []
         if self._timeout is None:
             news = wait([worker.pipe for worker in busy])
             return [worker for worker in busy if worker.pipe in news]
-        patience = min(worker.since for worker in busy) + self._timeout - time.monotonic() if busy else 0.0
+        patience = min(worker.since for worker in busy) + self._timeout - time.monotonic()
         news = wait([worker.pipe for worker in busy], max(0.0, patience))
         now = time.monotonic()
         return [worker for worker in busy if worker.pipe in news or now >= worker.since + self._timeout]

@@ -1,0 +1,239 @@
+"""Run directories: refused, claimed, damaged, on full disks and without permission."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import assert_same_weights, leftovers, semifed, tiny_tables, written
+from semifed.checkpoint import write_atomically
+from semifed.errors import UserError
+from semifed.recipe import Recipe, check_recipe
+from semifed.rundir import RunDirectory, finite, json_line
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return written(tmp_path / "tiny.toml", {**tiny_tables(), "rounds": 3})
+
+
+@pytest.fixture
+def checked() -> Recipe:
+    return check_recipe(tiny_tables())
+
+
+def full_disk(after: int) -> Callable[[int], None]:
+    """`os.fsync` on a disk that is full after so many files."""
+    calls = iter(range(10_000))
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) >= after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fsync
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "file"
+    write_atomically(path, "old")
+    monkeypatch.setattr(os, "fsync", full_disk(0))
+    with pytest.raises(UserError, match="deep/file cannot be written: No space left on device"):
+        write_atomically(path, b"new")
+    assert path.read_text() == "old"
+    assert [child.name for child in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 9, 16, 24])
+def test_a_full_disk_keeps_what_was_finished(
+    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk(after))
+        outcome = semifed(capsys, "run", recipe, "--out", "deep/run")
+    assert outcome.code == 2
+    assert "cannot be written: No space left on device" in outcome.err
+    assert "deep/run/" in outcome.err
+    printed = sum(line.startswith("round ") for line in outcome.out.splitlines())
+    begun = Path("deep/run/recipe.toml").exists()
+    if not begun:
+        assert not Path("deep").exists()
+    assert leftovers(Path()) == []
+    assert semifed(capsys, "run", recipe, "--out", "deep/run", "-q", *(["--resume"] if begun else [])).code == 0
+    rounds = [json.loads(line)["round"] for line in Path("deep/run/rounds.jsonl").read_text().splitlines()]
+    assert rounds == [0, 1, 2, 3]
+    assert printed <= 3
+
+
+def test_a_full_disk_amid_a_line_of_rounds(
+    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half_a_line(self: RunDirectory, record: dict[str, Any]) -> None:
+        with open(self.path / "rounds.jsonl", "a") as file:
+            file.write(json_line(record)[:20] if record["round"] == 2 else json_line(record))
+        if record["round"] == 2:
+            raise UserError("full")
+
+    assert semifed(capsys, "run", recipe, "--out", "whole", "-q").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "append_round", half_a_line)
+        assert semifed(capsys, "run", recipe, "--out", "run", "-q").code == 2
+    assert semifed(capsys, "run", recipe, "--out", "run", "-q", "--resume").code == 0
+    assert_same_weights(Path("run"), Path("whole"))
+    lines = [json.loads(line) for line in Path("run/rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["clients"] for line in lines[1:])
+
+
+def test_rounds_that_cannot_be_appended(tmp_path: Path, checked: Recipe) -> None:
+    rundir = RunDirectory(tmp_path / "run")
+    rundir.open(checked, resume=False)
+    (tmp_path / "run" / "rounds.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"rounds\.jsonl cannot be written: Is a directory"):
+        rundir.append_round({"round": 1})
+
+
+@pytest.mark.parametrize("failing", [errno.EACCES, errno.EROFS])
+def test_a_directory_that_may_not_be_made(
+    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    def refused(self: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        raise OSError(failing, os.strerror(failing), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    outcome = semifed(capsys, "run", recipe, "--out", "deep/run")
+    assert outcome.code == 2
+    assert outcome.err == f"error: --out deep/run cannot be used: {os.strerror(failing)}\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("tiny.toml", "--out tiny.toml is a file"), ("tiny.toml/run", "Not a directory"), ("full", "not empty")],
+)
+def test_places_where_no_run_can_be(capsys: pytest.CaptureFixture[str], recipe: str, out: str, message: str) -> None:
+    Path("full").mkdir()
+    Path("full/thesis.tex").write_text("years of work")
+    outcome = semifed(capsys, "run", recipe, "--out", out)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["full", "tiny.toml"]
+
+
+def test_resuming_where_there_is_no_run(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    for out in ("absent", "tiny.toml"):
+        outcome = semifed(capsys, "run", recipe, "--out", out, "--resume")
+        assert outcome.code == 2
+        assert outcome.err == f"error: {out} holds no run to resume (no recipe.toml)\n"
+    assert not Path("absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("local.lr=0.5", "local.lr = 0.03, now it is 0.5"),
+        ("rounds=9", "rounds = 3, now it is 9"),
+        ("scenario.alpha=2", "scenario.alpha = absent, now it is 2"),
+        ("method.threshold=0.2", "method.threshold = 0.1, now it is 0.2"),
+        ("method=server-only", "method.name = 'fedfixmatch', now it is 'server-only'"),
+        ("model.width=[2,2,2]", "model.width = [2, 3, 4], now it is [2, 2, 2]"),
+    ],
+)
+def test_a_resumed_run_keeps_its_recipe(
+    capsys: pytest.CaptureFixture[str], recipe: str, checked: Recipe, override: str, told: str
+) -> None:
+    started = check_recipe({**tiny_tables(), "rounds": 3})
+    rundir = RunDirectory(Path("run"))
+    rundir.open(started, resume=False)
+    rundir.close()
+    outcome = semifed(capsys, "run", recipe, "--out", "run", "--resume", override)
+    assert outcome.code == 2
+    assert f"run was started with {told}" in outcome.err
+    assert "another --out" in outcome.err
+
+
+def test_only_the_engine_may_change(tmp_path: Path, checked: Recipe) -> None:
+    rundir = RunDirectory(tmp_path / "run")
+    rundir.open(checked, resume=False)
+    rundir.close()
+    other = check_recipe({**tiny_tables(), "engine": {"workers": 2, "timeout": 9.0}})
+    rundir.open(other, resume=True)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path: Path, checked: Recipe) -> None:
+    first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    first.open(checked, resume=False)
+    with pytest.raises(UserError, match="another process is running in"):
+        second.open(checked, resume=True)
+    first.close()
+    second.open(checked, resume=True)
+
+
+def test_a_process_killed_before_its_first_file_was_whole(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    Path("run").mkdir()
+    Path("run/recipe.toml.partial").write_text("dataset = ")
+    assert semifed(capsys, "run", recipe, "--out", "run", "-q").code == 0
+    assert leftovers(Path("run")) == []
+
+
+def test_resuming_a_finished_run_changes_nothing_but_the_report(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    assert semifed(capsys, "run", recipe, "--out", "run", "-q").code == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file()}
+    outcome = semifed(capsys, "run", recipe, "--out", "run", "--resume")
+    assert outcome.code == 0
+    assert "run is finished already" in outcome.out
+    assert "fedfixmatch after round 3: accuracy" in outcome.out
+    after = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file()}
+    assert {path.name for path in before if before[path] != after[path]} <= {"report.html"}
+    assert before.keys() == after.keys()
+    assert semifed(capsys, "run", recipe, "--out", "run", "--resume", "-q").out == ""
+
+
+@pytest.mark.parametrize("damaged", ["recipe.toml", "checkpoint/round-000003.safetensors", "checkpoint/kept"])
+def test_damaged_files_are_named(capsys: pytest.CaptureFixture[str], recipe: str, damaged: str) -> None:
+    assert semifed(capsys, "run", recipe, "--out", "run", "-q").code == 0
+    path = Path("run") / damaged
+    if path.is_dir():
+        path = next(path.rglob("*.safetensors"))
+    path.write_bytes(b"\xff\x00 not what it was")
+    Path("run/summary.json").unlink()
+    outcome = semifed(capsys, "run", recipe, "--out", "run", "--resume")
+    assert outcome.code == 2
+    assert f"{path} is damaged" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_strange_files_in_the_checkpoint_are_not_rounds(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert semifed(capsys, "run", recipe, "--out", "run", "-q").code == 0
+    Path("run/checkpoint/round-backup.safetensors").write_text("mine")
+    Path("run/summary.json").unlink()
+    assert semifed(capsys, "run", recipe, "--out", "run", "--resume", "-q").code == 0
+
+
+def test_the_lines_of_a_damaged_rounds_file_that_can_be_read(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path)
+    assert rundir.rounds() == []
+    good = [{"round": number, "metrics": {}} for number in range(3)]
+    lines = [json_line(line).encode() for line in good]
+    (tmp_path / "rounds.jsonl").write_bytes(
+        lines[0] + b'{"round": 1, "met\n' + b"\xff\xfe\n" + b"[3]\n" + lines[1] + lines[2] + b'{"rou'
+    )
+    assert rundir.rounds() == good
+    rundir.truncate_rounds(1, good[1])
+    assert rundir.rounds() == good[:2]
+    rundir.truncate_rounds(2, good[2])
+    assert rundir.rounds() == good
+    rundir.truncate_rounds(None, None)
+    assert rundir.rounds() == []
+
+
+def test_numbers_that_are_none_become_null() -> None:
+    content = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": (float("-inf"), "nan")}, "e": True}
+    assert finite(content) == {"a": None, "b": [None, 1.5], "c": {"d": [None, "nan"]}, "e": True}
+    assert json.loads(json_line(content))["b"] == [None, 1.5]
