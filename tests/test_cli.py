@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from command import Outcome, assert_same_weights, process, semifed, surroundings, tiny_tables, written
+from semifed.progress import Bar, Lines
 
 LISTS = ("methods", "datasets", "models", "recipes")
 
@@ -183,6 +186,41 @@ def test_mistakes_that_need_the_data_seen_from_outside(tmp_path: Path, arguments
     assert outcome.err.startswith("error: ")
     assert "Traceback" not in outcome.err
     assert list(tmp_path.iterdir()) == []
+
+
+RECORD = {"round": 3, "loss": {"total": 0.5}, "metrics": {"accuracy": 0.25}, "seconds": 2.0, "images": 100}
+
+
+def test_lines_tell_what_there_is_to_tell() -> None:
+    console = Console(file=StringIO(), width=40)
+    lines = Lines(console)
+    lines.started(2, 10)
+    lines.finished_round(RECORD)
+    lines.finished_round({**RECORD, "round": 4, "loss": {"total": None}, "metrics": {"accuracy": None}, "images": 0})
+    lines.finished_round({**RECORD, "round": 5, "loss": {}, "metrics": {}})
+    lines.warn("client 3 was left out: 'w' is torch.float32 [bold]")
+    assert isinstance(console.file, StringIO)
+    first, second, third, warning = console.file.getvalue().splitlines()
+    assert first.startswith("round    3/10  loss 0.500  accuracy 0.250  50 images/s  ")
+    assert "loss" not in second
+    assert "accuracy" not in second
+    assert third.startswith("round    5/10  50 images/s")
+    assert warning == "warning: client 3 was left out: 'w' is torch.float32 [bold]"
+
+
+def test_the_bar_keeps_the_last_metrics_and_shows_the_cursor_again() -> None:
+    console = Console(file=StringIO(), width=60, force_terminal=True, color_system=None)
+    bar = Bar(console)
+    bar.ended()
+    bar.started(0, 10)
+    bar.finished_round(RECORD)
+    bar.finished_round({**RECORD, "round": 4, "metrics": {}})
+    bar.ended()
+    assert isinstance(console.file, StringIO)
+    shown = console.file.getvalue()
+    assert "4/10" in shown
+    assert "0.250" in shown.rpartition("4/10")[2]
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(tmp_path: Path) -> None:

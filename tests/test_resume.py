@@ -20,7 +20,6 @@ from command import (
     semifed,
     started,
     tiny_tables,
-    weights_of,
     written,
 )
 from semifed.progress import Silent
@@ -235,18 +234,20 @@ def test_ten_kills_at_random_moments(capsys: pytest.CaptureFixture[str], tmp_pat
 
 @pytest.mark.slow
 def test_ctrl_c_and_sigterm_at_random_moments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    rounds = 100
+    rounds = 150
     recipe = long_recipe(tmp_path, rounds)
     assert semifed(capsys, "run", recipe, "--out", str(tmp_path / "whole"), "-q").code == 0
     rng = random.Random(7)
     out = tmp_path / "run"
-    for turn in range(12):
+    codes = []
+    for turn in range(9):
         number = signal.SIGINT if turn % 3 else signal.SIGTERM
         amid_rounds = turn % 2 == 1
         # Before the first round: imports, data, the fork server and its workers, within a few seconds.
         delay = rng.uniform(0, 0.2) if amid_rounds else rng.uniform(0, 3)
         code, _ = stop(recipe, out, 2, number, delay, amid_rounds=amid_rounds, whole_group=True)
         assert code in (0, 128 + number)
+        codes.append(code)
     resumed_to_the_end(recipe, out, rounds)
     assert_same_weights(out, tmp_path / "whole")
-    assert weights_of(out)
+    assert codes.count(0) <= 3  # most of them were stopped before the end

@@ -7,6 +7,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+WIDE = 120  # columns that have room for everything
+WIDE_BAR, NARROW_BAR = 40, 5
+FRAME = 28  # columns of the word, the count, the time left and the gaps
 
 
 class Reporter(Protocol):
@@ -70,10 +75,10 @@ class Bar(Silent):
         super().__init__(console)
         self._bar = Progress(
             TextColumn("round"),
-            MofNCompleteColumn(),
-            BarColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=NARROW_BAR if console.width < WIDE else WIDE_BAR),
             TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=console,
         )
         self._latest: Mapping[str, Any] = {}
@@ -87,14 +92,18 @@ class Bar(Silent):
         """Move the bar; the last known metrics stay in view."""
         metrics = record["metrics"] or self._latest.get("metrics", {})
         self._latest = {**record, "metrics": metrics}
-        self._bar.update(self._task, completed=record["round"], facts=_facts(self._latest))
+        # How far the run is matters more than the last of its numbers.
+        room = self._console.width - NARROW_BAR - FRAME if self._console.width < WIDE else WIDE
+        facts = _facts(self._latest, room)
+        self._bar.update(self._task, completed=record["round"], facts=facts)
 
     def ended(self) -> None:
         """Leave the bar as it is."""
         self._bar.stop()
 
 
-def _facts(record: Mapping[str, Any]) -> str:
+def _facts(record: Mapping[str, Any], room: int | None = None) -> str:
+    """Loss, metrics and speed, as many of them as there is room for."""
     parts = []
     if record["loss"].get("total") is not None:  # JSON's word for an overflow
         parts.append(f"loss {record['loss']['total']:.3f}")
@@ -103,4 +112,6 @@ def _facts(record: Mapping[str, Any]) -> str:
             parts.append(f"{key} {record['metrics'][key]:.3f}")
     if record["seconds"] and record["images"]:
         parts.append(f"{record['images'] / record['seconds']:,.0f} images/s")
+    while room is not None and parts and len("  ".join(parts)) > room:
+        parts.pop()
     return "  ".join(parts)

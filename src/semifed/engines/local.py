@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from threading import Thread
 from typing import Any, NamedTuple
@@ -327,6 +327,7 @@ def _start_fork_server() -> None:
 
     A blocked signal stays blocked in whatever a process starts; here nothing else is started meanwhile.
     """
+    resource_tracker.ensure_running()  # the fork server would start it, and that unblocks the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -343,6 +344,7 @@ def _end_with_parent() -> None:
 
 def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> None:
     """A worker's life: answer orders until the pipe closes or the parent dies, even amid a client."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where the fork server was there before us
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
