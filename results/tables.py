@@ -71,9 +71,8 @@ def print_table(runs: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     """Mean and sample deviation over seeds, and the gain over the floor, seed by seed."""
     by_key = {(run["method"], run["vary"], run["seed"]): run for run in runs}
     ceiling = [run["metrics"][asked.metric] for run in runs if run["method"] == asked.ceiling]
-    print(
-        f"| {asked.vary} | method | seeds | last round | mean of last ten tests | gain over {asked.floor} | gap closed |"
-    )
+    titles = [asked.vary, "method", "seeds", "last round", "last ten tests", f"gain over {asked.floor}", "gap closed"]
+    print("| " + " | ".join(titles) + " |")
     print("|---|---|---|---|---|---|---|")
     groups = sorted({(run["vary"] if asked.vary != "seed" else "", run["method"]) for run in runs}, key=str)
     groups.sort(key=lambda group: (group[0] if isinstance(group[0], (int, float)) else 0, group[1] == asked.ceiling))

@@ -239,3 +239,18 @@ def test_a_reader_that_goes_away_gets_no_traceback(tmp_path: Path) -> None:
             )
         assert done.stderr == ""
         assert done.returncode != 0
+
+
+@pytest.mark.parametrize("classes", ["open", "novel"])
+def test_who_holds_what_is_shown_for_every_regime(
+    capsys: pytest.CaptureFixture[str], recipe: str, classes: str
+) -> None:
+    """Also where the recipe's method could not train: a look at the data needs no method."""
+    outcome = semifed(capsys, "partition", recipe, f"scenario.classes={classes}", "--out", "who.png")
+    assert outcome.code == 0
+    assert Path("who.png").read_bytes().startswith(b"\x89PNG")
+    clients = tiny_tables()["scenario"]["clients"]
+    assert [line.split()[0] for line in outcome.out.splitlines() if line.strip()[:1].isdigit()] == [
+        str(client) for client in range(clients)
+    ]
+    assert not list(Path().glob("runs*"))

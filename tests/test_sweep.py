@@ -20,26 +20,32 @@ def names(recipe: str, *axes: str, seeds: str = "0") -> list[str]:
     return [name for name, _ in grid(recipe, axes, seeds)]
 
 
-def test_a_run_is_named_by_what_varies(recipe: str) -> None:
-    assert names(recipe) == ["seed0"]
-    assert names(recipe, "local.lr=0.1", seeds="0,1") == ["seed0", "seed1"]
+def test_a_run_is_named_by_its_method_and_what_varies(recipe: str) -> None:
+    assert names(recipe) == ["fedfixmatch-seed0"]
+    assert names(recipe, "local.lr=0.1", seeds="0,1") == ["fedfixmatch-seed0", "fedfixmatch-seed1"]
     assert names(recipe, "local.lr=0.1,1e-3", "method=server-only,fedfixmatch") == [
-        "lr=0.1-server-only-seed0",
-        "lr=0.1-fedfixmatch-seed0",
-        "lr=1e-3-server-only-seed0",
-        "lr=1e-3-fedfixmatch-seed0",
+        "server-only-lr=0.1-seed0",
+        "fedfixmatch-lr=0.1-seed0",
+        "server-only-lr=1e-3-seed0",
+        "fedfixmatch-lr=1e-3-seed0",
     ]
-    assert names(recipe, "model.width=[1,2,3],[2, 2, 2]") == ["width=_1_2_3_-seed0", "width=_2_2_2_-seed0"]
-    assert names(recipe, "views.weak=crop(1),flip crop(1)") == ["weak=crop_1_-seed0", "weak=flip_crop_1_-seed0"]
+    assert names(recipe, "model.width=[1,2,3],[2, 2, 2]") == [
+        "fedfixmatch-width=_1_2_3_-seed0",
+        "fedfixmatch-width=_2_2_2_-seed0",
+    ]
+    assert names(recipe, "views.weak=crop(1),flip crop(1)") == [
+        "fedfixmatch-weak=crop_1_-seed0",
+        "fedfixmatch-weak=flip_crop_1_-seed0",
+    ]
 
 
 def test_two_keys_with_one_last_word_are_named_in_full(recipe: str) -> None:
-    assert names(recipe, "local.lr=0.1,0.2", "server.lr=0.3,0.4")[0] == "local.lr=0.1-server.lr=0.3-seed0"
+    assert names(recipe, "local.lr=0.1,0.2", "server.lr=0.3,0.4")[0] == "fedfixmatch-local.lr=0.1-server.lr=0.3-seed0"
 
 
 def test_the_recipes_hold_the_values_of_their_names(recipe: str) -> None:
     for name, loaded in grid(recipe, ["local.lr=0.1,0.2"], "3,4"):
-        assert name == f"lr={loaded.local.lr}-seed{loaded.seed}"
+        assert name == f"fedfixmatch-lr={loaded.local.lr}-seed{loaded.seed}"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +55,14 @@ def test_the_recipes_hold_the_values_of_their_names(recipe: str) -> None:
         (["local.lr="], "0", "is no axis"),
         (["=1,2"], "0", "is no axis"),
         (["seed=0,1"], "0", "--seeds 0,1"),
-        (["local.lr=0.1,0.1"], "0", "share the directory lr=0.1-seed0"),
+        (["local.lr=0.1,0.1"], "0", "share the directory fedfixmatch-lr=0.1-seed0"),
         (["views.weak=crop(1),crop[1]"], "0", "share the directory|views.weak"),
         (["local.lr=0.1", "local.lr=0.2"], "0", "this axis is given 2 times"),
         (["local.lr=0.1,fast"], "0", "local.lr: 'fast' is not a number"),
         (["local.rl=0.1,0.2"], "0", "did you mean 'lr'?"),
         ([], "0,x", "--seeds: '0,x'"),
         ([], "", "--seeds: ''"),
-        ([], "0,0", "share the directory seed0"),
+        ([], "0,0", "share the directory fedfixmatch-seed0"),
         ([], "-1", "seed: -1 is out of range"),
     ],
 )
@@ -81,10 +87,10 @@ def test_a_sweep_keeps_finished_runs_resumes_others_and_refuses_foreign_ones(
     assert first.code == 0
     assert "finished before" not in first.out
     assert Path("grid/compare.html").exists()
-    untouched = Path("grid/lr=0.05-seed0/rounds.jsonl")
+    untouched = Path("grid/fedfixmatch-lr=0.05-seed0/rounds.jsonl")
     before = untouched.stat().st_mtime_ns
 
-    interrupted = Path("grid/lr=0.1-seed0")
+    interrupted = Path("grid/fedfixmatch-lr=0.1-seed0")
     reference = Path("reference")
     interrupted.rename(reference)
     assert semifed(capsys, "run", recipe, "local.lr=0.1", "--out", str(interrupted), "-q").code == 0

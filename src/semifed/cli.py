@@ -115,7 +115,7 @@ def partition(
     """Show who holds what, before any training."""
     from semifed.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or (), for_training=False)
     from semifed.data.scenario import class_counts
     from semifed.report import draw_partition, partition_table
     from semifed.run import prepare_run

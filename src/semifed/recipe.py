@@ -242,10 +242,14 @@ class Recipe(Table):
             except ValidationError as error:
                 raise UserError(complaint(error, prefix=f"method.{key}")) from None
         built: AnyMethod = kind(**options)
-        for key, chosen in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
-            if chosen in built.no_meaning:
-                raise UserError(f"scenario.{key}={chosen} has no meaning for {name}: {built.no_meaning[chosen]}")
         return built
+
+    def refuse_meaningless(self) -> None:
+        """A method may have no meaning in a scenario: the error names the reason and the nearest that works."""
+        reasons = self.build_method().no_meaning
+        for key, chosen in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
+            if chosen in reasons:
+                raise UserError(f"scenario.{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
 
     def plain(self) -> dict[str, Any]:
         """The recipe as nested tables without absent keys, the method's defaults written out."""
@@ -265,7 +269,7 @@ def recipe_names() -> list[str]:
     return sorted(path.relative_to(top).with_suffix("").as_posix() for path in top.rglob("*.toml"))
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name: str, overrides: Sequence[str] = (), *, for_training: bool = True) -> Recipe:
     """A built-in recipe by name, or a TOML file, with KEY=VALUE overrides by dotted path.
 
     An override takes the place of its alternatives in the file: `local.steps=5` where the recipe counts epochs.
@@ -280,16 +284,22 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
                     tables[table].pop(leaf, None)
     for override in overrides:
         _apply(tables, override)
-    return check_recipe(tables)
+    return check_recipe(tables, for_training=for_training)
 
 
-def check_recipe(tables: Mapping[str, Any]) -> Recipe:
-    """The recipe of nested tables, or a `UserError` that names the key."""
+def check_recipe(tables: Mapping[str, Any], *, for_training: bool = True) -> Recipe:
+    """The recipe of nested tables, or a `UserError` that names the key.
+
+    Looking at a scenario does not need a method that can train in it: `for_training=False`.
+    """
     try:
         recipe = Recipe.model_validate(tuples(dict(tables)))
     except ValidationError as error:
         raise UserError(complaint(error, Recipe)) from None
-    recipe.build_method()
+    if for_training:
+        recipe.refuse_meaningless()
+    else:
+        recipe.build_method()
     return recipe
 
 

@@ -1,6 +1,7 @@
 """The round loop: from a recipe to a run directory."""
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,16 +103,15 @@ def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False
     rundir = RunDirectory(out)
     rundir.open(recipe, resume=resume)
     workplace = partial(build_workplace, recipe, tuple(shape), classes)
-    engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
-    try:
-        loop = RoundLoop(parts, net, engine, evaluator, rundir, reporter)
-        return loop.run()
-    except Diverged as error:  # a client that diverges is left out; without the server there is no round
-        raise UserError(f"training at the server failed: {error}; a lower server.lr or local.lr may help") from None
-    finally:
-        reporter.ended()
-        engine.close()
-        rundir.close()
+    with ExitStack() as at_the_end:
+        at_the_end.callback(rundir.close)
+        engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
+        at_the_end.callback(engine.close)
+        at_the_end.callback(reporter.ended)
+        try:
+            return RoundLoop(parts, net, engine, evaluator, rundir, reporter).run()
+        except Diverged as error:  # a client that diverges is left out; without the server there is no round
+            raise UserError(f"training at the server failed: {error}; a lower server.lr or local.lr may help") from None
 
 
 class RoundLoop:

@@ -27,13 +27,15 @@ def grid(recipe: str, axes: Sequence[str], seeds: str) -> list[tuple[str, Recipe
         words = []
         for (key, value), (_, choices) in zip(point, parsed, strict=True):
             short = key.rpartition(".")[2]
-            label = "" if key == "method" else f"{short if ends[short] == 1 else key}="
-            words += [label + value] if len(choices) > 1 else []
+            if len(choices) > 1 and key != "method":
+                words.append(f"{short if ends[short] == 1 else key}={value}")
         for seed in chosen_seeds:
-            name = "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in [*words, f"seed{seed}"])
+            loaded = load_recipe(recipe, [*(f"{key}={value}" for key, value in point), f"seed={seed}"])
+            words_of_run = [str(loaded.method["name"]), *words, f"seed{seed}"]
+            name = "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in words_of_run)
             if name in runs:
                 raise UserError(f"two runs of this sweep would share the directory {name}; give each value once")
-            runs[name] = load_recipe(recipe, [*(f"{key}={value}" for key, value in point), f"seed={seed}"])
+            runs[name] = loaded
     return list(runs.items())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from semifed.data import image_ops
 from semifed.errors import UserError
 
+MOST_TURNS = 20  # more operations on one image leave nothing of it
 # Operations that share a kernel are neighbours: tables, affine maps, blends. Colour is last because images of one
 # channel draw from the pool without it.
 OPERATIONS = (
@@ -101,8 +102,8 @@ class RandAugment:
     magnitude: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError("count must be at least 1")
+        if not 1 <= self.count <= MOST_TURNS:
+            raise ValueError(f"count must be from 1 to {MOST_TURNS}")
         if not 2 <= self.magnitude <= 10:
             raise ValueError("magnitude must be from 2 to 10")
 
