@@ -246,7 +246,8 @@ def test_who_holds_what_is_shown_for_every_regime(
     capsys: pytest.CaptureFixture[str], recipe: str, classes: str
 ) -> None:
     """Also where the recipe's method could not train: a look at the data needs no method."""
-    outcome = semifed(capsys, "partition", recipe, f"scenario.classes={classes}", "--out", "who.png")
+    regime = [f"scenario.classes={classes}", "scenario.known_count=6"]
+    outcome = semifed(capsys, "partition", recipe, *regime, "--out", "who.png")
     assert outcome.code == 0
     assert Path("who.png").read_bytes().startswith(b"\x89PNG")
     clients = tiny_tables()["scenario"]["clients"]
