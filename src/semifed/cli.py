@@ -27,8 +27,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Federated learning when labels are scarce, clients are many, and some classes have no name yet.",
 )
-console = Console()
-errors = Console(stderr=True)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A built-in name (semifed list recipes) or a TOML file.")
@@ -82,11 +80,11 @@ def sweep(
     for number, (name, loaded) in enumerate(runs, 1):
         done = name not in waiting
         state = ": finished before" if done else ""
-        console.print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
+        _terminal().print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
         if not done:
-            _execute(loaded, out / name, resume=waiting[name], quiet=not console.is_terminal)
+            _execute(loaded, out / name, resume=waiting[name], quiet=not _terminal().is_terminal)
     comparison = compare_runs([out / name for name, _ in runs])
-    comparison.table(console)
+    comparison.table(_terminal())
     comparison.write_html(out / "compare.html")
     _say(f"curves: {out / 'compare.html'}")
 
@@ -100,7 +98,7 @@ def compare(
     from semifed.report import compare_runs
 
     comparison = compare_runs(runs)
-    comparison.table(console)
+    comparison.table(_terminal())
     if html is not None:
         comparison.write_html(html)
         _say(f"written: {html}")
@@ -121,7 +119,7 @@ def partition(
     from semifed.run import prepare_run
 
     counts = class_counts(prepare_run(loaded).scenario)
-    partition_table(counts, console)
+    partition_table(counts, _terminal())
     if out is not None:
         draw_partition(counts, out)
         _say(f"drawn: {out}")
@@ -153,7 +151,7 @@ def list_(
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    console.print(table, highlight=False, markup=False)
+    _terminal().print(table, highlight=False, markup=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -188,7 +186,7 @@ def _leaving_at_once(run: Path | None = None) -> Iterator[None]:
     """
 
     def leave(number: int, _: FrameType | None) -> None:
-        if console.is_terminal:
+        if _terminal().is_terminal:
             os.write(1, b"\x1b[?25h\n")  # the live bar hides the cursor
         kept = run is not None and (run / "recipe.toml").exists()
         text = f"stopped; finished rounds are kept: go on with --resume --out {run}" if kept else "stopped"
@@ -206,7 +204,7 @@ def _leaving_at_once(run: Path | None = None) -> Iterator[None]:
 def _complain(text: str) -> None:
     from rich.markup import escape
 
-    errors.print(f"[red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
     sys.exit(2)
 
 
@@ -235,7 +233,8 @@ def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[
     from semifed.run import execute, prepare_run
     from semifed.rundir import RunDirectory
 
-    reporter = Silent(errors) if quiet else Bar(console) if console.is_terminal else Lines(console)
+    terminal = _terminal()
+    reporter = Silent(Console(stderr=True)) if quiet else Bar(terminal) if terminal.is_terminal else Lines(terminal)
     result = RunDirectory(out).finished(recipe) if resume else None
     if result is not None and not quiet:
         _say(f"{out} is finished already")
@@ -252,8 +251,13 @@ def _say_result(result: dict[str, Any], out: Path) -> None:
     _say(f"report: {out / 'report.html'}")
 
 
+def _terminal() -> Console:
+    """Standard output as it is now: its width may have changed since the last look."""
+    return Console()
+
+
 def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    _terminal().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _default_out(recipe: str, loaded: "Recipe") -> Path:
