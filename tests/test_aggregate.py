@@ -86,7 +86,8 @@ def test_whole_numbers_survive() -> None:
 
 def site() -> ServerSite:
     parts = toy_parts(toy_recipe("fedavg", "clients"))
-    from semifed.run import RoundLoop, build_workplace
+    from semifed.assembly import build_workplace
+    from semifed.run import RoundLoop
 
     return RoundLoop(parts, build_workplace(parts.recipe, (1, 8, 8), 3).net, *[None] * 4).site  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from command import assert_same_weights, surroundings, tiny_tables
 from semifed import run
+from semifed.assembly import build_workplace, prepare_run
 from semifed.client_round import Reply, Workplace
 from semifed.data.client import ClientData
 from semifed.engines.local import LocalEngine
@@ -30,7 +31,7 @@ from semifed.payloads import Down, Local, Nothing, Up
 from semifed.progress import Silent
 from semifed.recipe import Recipe, check_recipe
 from semifed.rng import numpy_stream
-from semifed.run import build_workplace, execute, prepare_run
+from semifed.run import execute
 from semifed.rundir import RunDirectory
 
 ALWAYS = 1_000

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from semifed.assembly import build_workplace
 from semifed.client_round import ClientRecord
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import Scenario
@@ -18,7 +19,6 @@ from semifed.method import Method
 from semifed.net import Net
 from semifed.payloads import Prediction
 from semifed.pseudo import PseudoLabels
-from semifed.run import build_workplace
 from toys import toy_dataset, toy_parts, toy_recipe
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from semifed.assembly import prepare_run
 from semifed.methods import method_class, method_names
 from semifed.recipe import check_recipe
-from semifed.run import execute, prepare_run
+from semifed.run import execute
 from toys import LABELS, Quiet
 
 GOLDEN = Path(__file__).parent / "golden"

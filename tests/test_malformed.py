@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from command import Outcome, semifed, tiny_tables, written
-from semifed import run
+from semifed import assembly
 from semifed.data.datasets import load
 from semifed.recipe import Recipe
 from semifed.rundir import RunDirectory
@@ -29,7 +29,7 @@ def nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Ready
 
     monkeypatch.setattr(RunDirectory, "open", ready)
-    monkeypatch.setattr(run, "load", cache(load))
+    monkeypatch.setattr(assembly, "load", cache(load))
     monkeypatch.chdir(tmp_path)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reference.batchnorm import cnn_statistics
+from semifed.assembly import Parts, build_workplace
 from semifed.client_round import ClientRecord, Held, Reply, Task, client_round
 from semifed.data.client import Batch, ClientData
 from semifed.data.scenario import Sealed
@@ -24,7 +25,7 @@ from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Down, Local, Server, Up
 from semifed.recipe import Recipe
-from semifed.run import Parts, RoundLoop, build_workplace
+from semifed.run import RoundLoop
 from semifed.wire import from_arrays, to_arrays
 from toys import (
     PLACEMENTS,

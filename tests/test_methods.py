@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from reference import losses as reference
+from semifed.assembly import Parts, build_workplace
 from semifed.client_round import Reply, Task, Workplace, client_round
 from semifed.data.client import Batch, batches
 from semifed.fit import Loss, fit
 from semifed.losses import cross_entropy, mean
 from semifed.net import Net
 from semifed.payloads import Down, Nothing, Received
-from semifed.run import Parts, build_workplace
 from toys import equal_weights, run_toy, toy_parts, toy_recipe
 
 FIXMATCH = ("fixmatch-lpl", "fixmatch-gpl", "fedfixmatch", "fedprox-fixmatch")

@@ -22,9 +22,10 @@ from command import (
     tiny_tables,
     written,
 )
+from semifed.assembly import Parts, prepare_run
 from semifed.progress import Silent
 from semifed.recipe import check_recipe
-from semifed.run import Parts, execute, prepare_run
+from semifed.run import execute
 from semifed.rundir import RunDirectory
 
 PATIENCE = 120.0  # seconds: the machine may be busy

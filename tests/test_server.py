@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from reference.batchnorm import cnn_statistics
+from semifed.assembly import build_workplace
 from semifed.data.client import Budget, batches
 from semifed.fit import Optimiser, fit
 from semifed.net import Net
 from semifed.objectives import supervised
-from semifed.run import build_workplace
 from semifed.server import ServerSite
 from toys import equal_weights, toy_parts, toy_recipe
 

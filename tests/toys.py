@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
+from semifed.assembly import Parts
 from semifed.client_round import Reply
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import build_scenario
@@ -17,7 +18,7 @@ from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure
 from semifed.methods import method_class, method_names
 from semifed.recipe import Recipe, check_recipe
-from semifed.run import Parts, execute
+from semifed.run import execute
 from semifed.rundir import RunDirectory
 from semifed.wire import Weights
 

@@ -114,9 +114,9 @@ def partition(
     from semifed.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), for_training=False)
+    from semifed.assembly import prepare_run
     from semifed.data.scenario import class_counts
     from semifed.report import draw_partition, partition_table
-    from semifed.run import prepare_run
 
     counts = class_counts(prepare_run(loaded).scenario)
     partition_table(counts, _terminal())
@@ -210,7 +210,7 @@ def _complain(text: str) -> None:
 
 def _unfinished(runs: "Sequence[tuple[str, Recipe]]", out: Path) -> dict[str, bool]:
     """The runs of a sweep that are still to do, all checked before the first one starts: whether to resume them."""
-    from semifed.run import assemble, prepare_run
+    from semifed.assembly import assemble, prepare_run
     from semifed.rundir import RunDirectory
 
     waiting: dict[str, bool] = {}
@@ -228,9 +228,10 @@ def _unfinished(runs: "Sequence[tuple[str, Recipe]]", out: Path) -> dict[str, bo
 
 
 def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[str, Any]:
+    from semifed.assembly import prepare_run
     from semifed.progress import Bar, Lines, Silent
     from semifed.report import write_report
-    from semifed.run import execute, prepare_run
+    from semifed.run import execute
     from semifed.rundir import RunDirectory
 
     terminal = _terminal()

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -10,88 +9,23 @@ from typing import Any
 
 import torch
 
-from semifed.client_round import Reply, Workplace
-from semifed.data.client import Budget
-from semifed.data.datasets import Dataset, content_hash, load
-from semifed.data.scenario import Scenario, build_scenario, class_counts
-from semifed.data.views import Views
+from semifed.assembly import Parts, assemble, build_workplace, optimiser
+from semifed.client_round import Reply
+from semifed.data.datasets import Dataset, content_hash
+from semifed.data.scenario import class_counts
 from semifed.engines import Engine
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
-from semifed.fit import Diverged, Optimiser
+from semifed.fit import Diverged
 from semifed.method import payload_types
-from semifed.methods import AnyMethod
-from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.progress import Reporter
-from semifed.recipe import Recipe
-from semifed.rng import numpy_stream, torch_stream
+from semifed.rng import numpy_stream
 from semifed.rundir import RunDirectory, finite, summary
 from semifed.schedule import schedule_factor
 from semifed.server import ServerSite
 from semifed.wire import fault_of, size_in_bytes
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a recipe stands for: method, data, and how to build the network."""
-
-    recipe: Recipe
-    method: AnyMethod
-    scenario: Scenario
-
-
-def prepare_run(recipe: Recipe) -> Parts:
-    """Load data, spread it, and check that the recipe can run, without writing anything."""
-    method = recipe.build_method()
-    dataset = load(recipe.dataset, recipe.data)
-    if not len(dataset.x_train):
-        raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
-    views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
-    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, all_labels=method.opens_labels)
-    return Parts(recipe, method, scenario)
-
-
-def build_net(recipe: Recipe, method: AnyMethod, shape: Sequence[int], classes: int) -> Net:
-    """The network of a recipe with its initial weights."""
-    channels, height, width = shape
-    network = build_network(
-        recipe.model.name,
-        channels=channels,
-        size=(height, width),
-        classes=classes,
-        width=recipe.model.width,
-        head=recipe.model.head,
-        further=method.heads,
-        generator=torch_stream(recipe.seed, "initial weights"),
-    )
-    return Net(network, recipe.batchnorm)
-
-
-def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:
-    """What each process needs to act as a client."""
-    method = recipe.build_method()
-    local = recipe.local
-    return Workplace(
-        method,
-        build_net(recipe, method, shape, classes),
-        Budget(None if local.steps else local.epochs or 1, local.steps, local.batch, local.unlabelled_ratio),
-        _optimiser(recipe),
-        local.keep_optimizer,
-        recipe.seed,
-    )
-
-
-def assemble(parts: Parts) -> tuple[Net, Evaluator]:
-    """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
-    recipe, scenario = parts.recipe, parts.scenario
-    images = scenario.dataset.x_train
-    evaluator = Evaluator(scenario, recipe.scenario.classes, recipe.evaluate.unseen, recipe.seed, recipe.data)
-    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known))
-    for view in (scenario.views.weak, scenario.views.strong):
-        view(images[:2], torch_stream(0))
-    return net, evaluator
 
 
 def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
@@ -126,7 +60,7 @@ class RoundLoop:
         self.site = ServerSite(
             net,
             parts.scenario.server,
-            _optimiser(recipe)._replace(lr=recipe.server.lr or recipe.local.lr),
+            optimiser(recipe)._replace(lr=recipe.server.lr or recipe.local.lr),
             batch=recipe.server.batch,
             warmup_epochs=recipe.server.warmup_epochs,
             finetune_epochs=recipe.server.finetune_epochs,
@@ -278,11 +212,6 @@ class RoundLoop:
         if small:
             shown = ", ".join(map(str, small[:10])) + (", ..." if len(small) > 10 else "")
             self.reporter.warn(f"{len(small)} clients hold fewer than 2 images and will be left out: {shown}")
-
-
-def _optimiser(recipe: Recipe) -> Optimiser:
-    local = recipe.local
-    return Optimiser(local.lr, local.momentum, local.nesterov, local.weight_decay, local.clip)
 
 
 def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]) -> Reply | ClientFailure:

@@ -1,0 +1,85 @@
+"""What a recipe stands for: method, data, network and tests, put together before anything is written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from semifed.client_round import Workplace
+from semifed.data.client import Budget
+from semifed.data.datasets import load
+from semifed.data.scenario import Scenario, build_scenario
+from semifed.data.views import Views
+from semifed.errors import UserError
+from semifed.evaluate import Evaluator
+from semifed.fit import Optimiser
+from semifed.methods import AnyMethod
+from semifed.models.network import build_network
+from semifed.net import Net
+from semifed.recipe import Recipe
+from semifed.rng import torch_stream
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recipe stands for: method, data, and how to build the network."""
+
+    recipe: Recipe
+    method: AnyMethod
+    scenario: Scenario
+
+
+def prepare_run(recipe: Recipe) -> Parts:
+    """Load data, spread it, and check that the recipe can run, without writing anything."""
+    method = recipe.build_method()
+    dataset = load(recipe.dataset, recipe.data)
+    if not len(dataset.x_train):
+        raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
+    views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
+    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, all_labels=method.opens_labels)
+    return Parts(recipe, method, scenario)
+
+
+def build_net(recipe: Recipe, method: AnyMethod, shape: Sequence[int], classes: int) -> Net:
+    """The network of a recipe with its initial weights."""
+    channels, height, width = shape
+    network = build_network(
+        recipe.model.name,
+        channels=channels,
+        size=(height, width),
+        classes=classes,
+        width=recipe.model.width,
+        head=recipe.model.head,
+        further=method.heads,
+        generator=torch_stream(recipe.seed, "initial weights"),
+    )
+    return Net(network, recipe.batchnorm)
+
+
+def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:
+    """What each process needs to act as a client."""
+    method = recipe.build_method()
+    local = recipe.local
+    return Workplace(
+        method,
+        build_net(recipe, method, shape, classes),
+        Budget(None if local.steps else local.epochs or 1, local.steps, local.batch, local.unlabelled_ratio),
+        optimiser(recipe),
+        local.keep_optimizer,
+        recipe.seed,
+    )
+
+
+def assemble(parts: Parts) -> tuple[Net, Evaluator]:
+    """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
+    recipe, scenario = parts.recipe, parts.scenario
+    images = scenario.dataset.x_train
+    evaluator = Evaluator(scenario, recipe.scenario.classes, recipe.evaluate.unseen, recipe.seed, recipe.data)
+    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known))
+    for view in (scenario.views.weak, scenario.views.strong):
+        view(images[:2], torch_stream(0))
+    return net, evaluator
+
+
+def optimiser(recipe: Recipe) -> Optimiser:
+    """The clients' optimiser, which the server uses too."""
+    local = recipe.local
+    return Optimiser(local.lr, local.momentum, local.nesterov, local.weight_decay, local.clip)
