@@ -51,7 +51,7 @@ def columns(comparison: Comparison) -> list[Column]:
         if metric == headline and any(row.behind_first for row in rows):
             cells = [_first_or_difference(row) for row in rows]
             meaning = f"{metric_title(headline)} minus that of the first row of the block, seed by seed"
-            found.append(Column("vs\nfirst", meaning, cells, True, 6))
+            found.append(Column("vs\nfirst", meaning, cells, True, 2))
     found += _cost_columns(rows, headline)
     return found
 
@@ -78,7 +78,7 @@ def print_table(comparison: Comparison, console: "Console") -> None:
     console.print(table)
     console.print()
     left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
-    for note in [*reading_notes(comparison), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]:
+    for note in [*reading_notes(comparison, shown), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]:
         console.print(Text(note, style="dim"))
 
 
@@ -86,28 +86,30 @@ def comparison_page(comparison: Comparison) -> str:
     """The comparison as HTML text."""
     rows = comparison.rows
     starts = [position > 0 and rows[position - 1].block != row.block for position, row in enumerate(rows)]
+    everything = columns(comparison)
     return render(
         "compare.html.j2",
         subject=_subject(comparison),
-        columns=columns(comparison),
+        columns=everything,
         row_count=len(rows),
         starts_block=starts,
-        notes=reading_notes(comparison),
+        notes=reading_notes(comparison, everything),
         panels=_panels(comparison),
     )
 
 
-def reading_notes(comparison: Comparison) -> list[str]:
-    """What the numbers are, and which runs need a caveat."""
+def reading_notes(comparison: Comparison, shown: Sequence[Column]) -> list[str]:
+    """What the numbers of the shown columns are, and which runs need a caveat."""
+    headings = [column.heading.replace("\n", " ") for column in shown]
     rows = comparison.rows
     several = any(len(row.seeds) > 1 for row in rows)
     notes = [
         "Metrics in percent after the last round; last 10: mean of the last ten tests."
         + (" Mean ± sample standard deviation over seeds." if several else "")
     ]
-    if any(row.behind_first for row in rows):
+    if "vs first" in headings:
         notes.append(f"vs first: {comparison.headline} minus that of the first row of the block, seed by seed.")
-    if any(row.target is not None for row in rows):
+    if any(heading.startswith("to ") for heading in headings):
         notes.append(f"to N %: first round in which the mean {comparison.headline} of the seeds reaches it.")
     notes += [f"† unfinished, {row.unfinished}: {row.label}" for row in rows if row.unfinished]
     return notes + comparison.notes
@@ -127,7 +129,7 @@ def _metric_columns(comparison: Comparison, metric: str) -> list[Column]:
     rows = comparison.rows
     last = [spread_text(metric, row.metrics.get(metric), len(row.seeds)) for row in rows]
     headline = metric == comparison.headline
-    rank = 1 if headline else {"auroc_seen": 2, "auroc_overall": 2, "old": 2, "new": 2}.get(metric, 7)
+    rank = 1 if headline else {"auroc_seen": 2, "auroc_overall": 3, "old": 2, "new": 2}.get(metric, 7)
     heading = _SHORT.get(metric, metric.replace("auroc_unseen.", "AUROC\n"))
     found = [Column(heading, metric_title(metric), last, True, rank)]
     if headline:
@@ -144,14 +146,14 @@ def _cost_columns(rows: Sequence[Row], headline: str) -> list[Column]:
         cells = [_target_cell(row, shared) for row in rows]
         heading = f"to {_percent(rows[0].target)}" if shared else "rounds to"
         found.append(
-            Column(heading, f"Rounds until {metric_title(headline)} reaches a value all rows reach", cells, True, 3)
+            Column(heading, f"Rounds until {metric_title(headline)} reaches a value all rows reach", cells, True, 4)
         )
     seconds = [brief_duration(row.seconds.mean if row.seconds else None) for row in rows]
-    found.append(Column("time", "Mean time of a run", seconds, True, 4))
+    found.append(Column("time", "Mean time of a run", seconds, True, 5))
     for heading, name in (("MB up", "megabytes_up"), ("MB down", "megabytes_down")):
         amounts: list[Spread | None] = [getattr(row, name) for row in rows]
         cells = [MISSING if amount is None else _three_digits(amount.mean) for amount in amounts]
-        found.append(Column(heading.replace(" ", "\n"), f"Mean traffic of a run, {heading}", cells, True, 5))
+        found.append(Column(heading.replace(" ", "\n"), f"Mean traffic of a run, {heading}", cells, True, 6))
     return found
 
 
