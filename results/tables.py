@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--floor", required=True)
     parser.add_argument("--ceiling")
-    parser.add_argument("--vary", default="seed")
+    parser.add_argument("--vary", default="dataset")
     parser.add_argument("--metric", default="accuracy")
     asked = parser.parse_args()
     runs = [read(path.parent, asked.vary) for root in asked.runs for path in sorted(root.rglob("summary.json"))]
@@ -54,7 +54,7 @@ def write_curves(runs: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     """The metric by round, mean over seeds, one column a method and scenario."""
     columns: dict[str, dict[int, list[float]]] = {}
     for run in runs:
-        name = f"{run['method']} {run['vary']}" if asked.vary != "seed" else run["method"]
+        name = f"{run['method']} {run['vary']}"
         for line in run["rounds"]:
             if line["metrics"]:
                 columns.setdefault(name, {}).setdefault(line["round"], []).append(line["metrics"][asked.metric])
@@ -74,10 +74,10 @@ def print_table(runs: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     titles = [asked.vary, "method", "seeds", "last round", "last ten tests", f"gain over {asked.floor}", "gap closed"]
     print("| " + " | ".join(titles) + " |")
     print("|---|---|---|---|---|---|---|")
-    groups = sorted({(run["vary"] if asked.vary != "seed" else "", run["method"]) for run in runs}, key=str)
+    groups = sorted({(run["vary"], run["method"]) for run in runs}, key=str)
     groups.sort(key=lambda group: (group[0] if isinstance(group[0], (int, float)) else 0, group[1] == asked.ceiling))
     for vary, method in groups:
-        own = [run for run in runs if run["method"] == method and (asked.vary == "seed" or run["vary"] == vary)]
+        own = [run for run in runs if run["method"] == method and run["vary"] == vary]
         last = [run["metrics"][asked.metric] for run in own]
         ten = [run["metrics_last10"][asked.metric] for run in own]
         floors = [by_key.get((asked.floor, run["vary"], run["seed"])) for run in own]
