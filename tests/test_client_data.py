@@ -182,7 +182,7 @@ def test_plain_logits_are_those_of_the_plain_images(unlabelled: int) -> None:
     generator = torch.Generator().manual_seed(0)
     net = Net(build_network("cnn", channels=1, size=(8, 8), classes=3, width=(4, 4, 8), generator=generator), "static")
     data = data_of(3, unlabelled)
-    found = data.plain_logits(net, batch=3)
+    found = data.plain_outputs(net, batch=3).logits
     assert found.shape == (unlabelled, 3)
     assert not found.requires_grad
     if unlabelled:

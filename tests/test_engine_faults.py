@@ -27,7 +27,7 @@ from semifed.errors import ClientFailure, UserError
 from semifed.fit import Fitted
 from semifed.methods.fedfixmatch import FedFixMatch, Labels
 from semifed.net import Net
-from semifed.payloads import Down, Local, Nothing, Up
+from semifed.payloads import Down, Local, Nothing, Up, Visit
 from semifed.progress import Silent
 from semifed.recipe import Recipe, check_recipe
 from semifed.rng import numpy_stream
@@ -54,7 +54,9 @@ class Faulty(FedFixMatch):
             Path(self.marks, f"{before}").touch()
         return before < self.times
 
-    def prepare(self, net: Net, down: Down, data: ClientData, kept: Nothing | None) -> Local[Labels, Nothing]:
+    def prepare(
+        self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
+    ) -> Local[Labels, Nothing]:
         if self.fault in ("exit", "kill", "hang", "diverge") and self.strikes(data):
             match self.fault:
                 case "exit":
@@ -73,7 +75,7 @@ class Faulty(FedFixMatch):
                         ),
                         Nothing(),
                     )
-        return super().prepare(net, down, data, kept)
+        return super().prepare(net, down, data, kept, visit)
 
     def report(self, net: Net, local: Local[Labels, Nothing], fitted: Fitted) -> Up:
         up = super().report(net, local, fitted)

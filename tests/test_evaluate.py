@@ -151,7 +151,8 @@ def test_pseudo_label_quality(clients: list[list[tuple[int, int, bool]]]) -> Non
         for index, rows in enumerate(clients)
     ]
     found = Evaluator(scenario, "open", (), 0, None).pseudo_label_quality([*records, record_of(9, None)])
-    rows = [row for client in clients for row in client]
+    # SAGE's protocol puts labelled images among the unlabelled: their labels are no pseudo-labels to be proud of.
+    rows = [row for client in clients for row in client if int(scenario.labels[row[0]]) == -1]
     if not clients:
         assert found == {}
         return
@@ -185,3 +186,10 @@ def test_no_threshold_without_labels_at_the_server() -> None:
     place = build_workplace(parts.recipe, (1, 8, 8), 3)
     evaluator = Evaluator(parts.scenario, "open", (), 0, None)
     assert evaluator.rejection_threshold(parts.method, place.net, place.net.state(), 0.9) is None
+
+
+def test_shuffled_patches_are_those_of_known_classes() -> None:
+    scenario = scenario_of()
+    evaluator = Evaluator(scenario, "open", ("patch-shuffle",), 0, None)
+    known = scenario.dataset.x_test[scenario.test_labels >= 0]
+    assert torch.equal(evaluator._foreign["patch-shuffle"].flatten(1).sort().values, known.flatten(1).sort().values)

@@ -202,7 +202,8 @@ def test_images_steps_and_pseudo_labels_are_counted() -> None:
 
     fitted = fit(small_net(), steps, loss, Optimiser(0.1))
     assert fitted.steps == len(steps)
-    assert fitted.images == sum(len(step.labelled) + len(step.unlabelled) for step in steps)
+    assert fitted.steps_taken == len(steps)
+    assert fitted.images == sum(len(step.labelled) for step in steps)  # nobody looked at the unlabelled ones
     for given_, step in zip(fitted.pseudo, steps, strict=True):
         assert torch.equal(given_.position, step.unlabelled.position)
 
@@ -212,7 +213,7 @@ def test_no_steps_leave_everything_as_it_was() -> None:
     before = net.state()
     fitted = fit(net, [], supervised, Optimiser(0.1, 0.9))
     assert equal_weights(net.state(), before)
-    assert fitted[:4] == (0, 0, {}, {})
+    assert fitted[:5] == (0, 0, 0, {}, {})
     assert (fitted.pseudo, fitted.momentum) == ([], {})
 
 
@@ -246,3 +247,19 @@ def test_batches_are_drawn_while_training() -> None:
 def test_samples_have_a_length() -> None:
     samples = Samples(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.arange(3), torch.arange(3), data_of().views, ())
     assert len(samples) == 3
+
+
+def test_a_step_with_nothing_to_learn_from_moves_nothing() -> None:
+    """Neither weight decay nor momentum may move a model whose loss has no gradient."""
+    net = small_net("static")
+    steps = list(batches(data_of(0, 8), Budget(2, None, 4), (0,)))
+    before = net.state()
+    fitted = fit(
+        net,
+        steps,
+        supervised,
+        Optimiser(0.1, 0.9, weight_decay=0.1),
+        {n: torch.ones_like(p) for n, p in net.named_parameters().items()},
+    )
+    assert (fitted.steps, fitted.steps_taken) == (len(steps), 0)
+    assert equal_weights(net.state(), before)

@@ -23,7 +23,7 @@ def recipe_tables(name: str) -> dict[str, Any]:
     kind = method_class(name)
     labels = next(place for place in ("server", "clients") if place not in kind.no_meaning)
     regime = next(regime for regime in ("open", "known", "novel") if regime not in kind.no_meaning)
-    options = {"threshold": 0.5} if "threshold" in {field.name for field in fields(kind)} else {}
+    options = {"threshold": 0.3} if "threshold" in {field.name for field in fields(kind)} else {}
     scenario = {"labels": labels, "classes": regime, "clients": 4, "partition": "dirichlet", "alpha": 0.5}
     return {
         "dataset": "digits",

@@ -151,7 +151,17 @@ def test_fixmatch_objective(seed: int, labelled: int, unlabelled: int, threshold
     assert torch.equal(loss.pseudo.used, sure)
 
 
-@pytest.mark.parametrize(("labelled", "unlabelled"), [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_a_batch_with_nothing_in_use_and_no_label_is_nothing_to_learn_from(threshold: float) -> None:
+    net, batch = small_net(), batch_of(0, 4)
+    outputs = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
+    label, sure = confident_label(outputs[1].logits, threshold)
+    loss = semi_supervised(batch, outputs[0], outputs[2], label, sure, 1.0)
+    assert loss.value.requires_grad is bool(sure.any())
+    assert plus(loss, "penalty", 1.0, outputs[2].logits.sum()).value.requires_grad is bool(sure.any())
+
+
+@pytest.mark.parametrize(("labelled", "unlabelled"), [(0, 4), (4, 0)])
 def test_an_empty_part_of_a_batch_adds_nothing_and_no_nan(labelled: int, unlabelled: int) -> None:
     net, batch = small_net(), batch_of(labelled, unlabelled)
     outputs = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
@@ -183,7 +193,7 @@ def test_supervised_without_labels_moves_nothing() -> None:
 
 
 def test_plus_adds_a_weighted_term_and_reports_it_unweighted() -> None:
-    first = Loss(torch.tensor(2.0), {"first": torch.tensor(2.0)}, {"count": torch.tensor(3)})
+    first = Loss(torch.tensor(2.0, requires_grad=True), {"first": torch.tensor(2.0)}, {"count": torch.tensor(3)})
     both = plus(first, "second", 0.1, torch.tensor(5.0))
     assert both.value.item() == pytest.approx(2.5)
     assert {name: float(term) for name, term in both.terms.items()} == {"first": 2.0, "second": 5.0}

@@ -23,7 +23,7 @@ from semifed.method import Method, payload_types
 from semifed.methods import method_class, method_names
 from semifed.net import Net
 from semifed.objectives import supervised
-from semifed.payloads import Down, Local, Server, Up
+from semifed.payloads import Down, Local, Server, Up, Visit
 from semifed.recipe import Recipe
 from semifed.run import RoundLoop
 from semifed.wire import from_arrays, to_arrays
@@ -201,7 +201,9 @@ class Remembers(Method[Server, Down, Up, Memory, Memory]):
 
     title: ClassVar[str] = "a method with a memory"
 
-    def prepare(self, net: Net, down: Down, data: ClientData, kept: Memory | None) -> Local[Memory, Memory]:
+    def prepare(
+        self, net: Net, down: Down, data: ClientData, kept: Memory | None, visit: Visit
+    ) -> Local[Memory, Memory]:
         if kept is None:
             kept = Memory(torch.tensor(0), torch.zeros(4, dtype=torch.bool), down.weights)
         rounds = kept.rounds + 1
@@ -451,3 +453,13 @@ def test_clients_with_fewer_than_two_images_are_left_out(tmp_path: Path) -> None
     outcome = run_toy(toy_parts(recipe, toy_dataset()), tmp_path / "run", reporter=reporter)
     assert outcome.rounds[1]["failures"]
     assert "fewer than 2 images" in reporter.warnings[0]
+
+
+def test_a_broadcast_that_lacks_weights_is_refused() -> None:
+    """Otherwise a client would train on what the process's last client left behind."""
+    parts = toy_parts(toy_recipe("fedavg", "clients"))
+    place = build_workplace(parts.recipe, (1, 8, 8), 3)
+    weights = place.net.state()
+    weights.pop("classifier.bias")
+    with pytest.raises(TypeError, match=r"lacks 'classifier.bias'"):
+        client_round(place, Task(1, 0, 0.05, None), Down(weights), parts.scenario.client(0))

@@ -24,7 +24,6 @@ from semifed.metrics import (
     oscr,
     overall_auroc,
     per_class_accuracy,
-    rounds_to_reach,
 )
 
 # Small whole numbers tie heavily; the floats hardly ever.
@@ -246,12 +245,6 @@ def test_confidences_are_probabilities():
 
 
 # --- history ----------------------------------------------------------------------------------------------------
-
-
-def test_rounds_to_reach():
-    history = [(5, 0.2), (10, math.nan), (15, 0.5), (20, 0.4), (25, 0.7)]
-    assert [rounds_to_reach(history, target) for target in (0.1, 0.5, 0.51, 0.9)] == [5, 15, 25, None]
-    assert rounds_to_reach([], 0.0) is None
 
 
 # --- discovery --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Recipes: built-in ones, overrides, alternatives, and the resolved file of a run."""
 
 import tomllib
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +180,15 @@ def test_a_cosine_falls_from_one_to_its_end(rounds: int, data: st.DataObject) ->
 def test_other_schedules_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="schedule"):
         schedule_factor(text, 0, 1)
+
+
+def test_the_order_of_overrides_does_not_matter() -> None:
+    overrides = ["method=fixmatch-lpl", "method.threshold=0.5", "rounds=3"]
+    recipes = [load_recipe("quickstart", order) for order in permutations(overrides)]
+    assert all(recipe == recipes[0] for recipe in recipes)
+    assert recipes[0].method == {"name": "fixmatch-lpl", "threshold": 0.5}
+
+
+def test_naming_the_recipes_own_method_keeps_its_fields() -> None:
+    assert load_recipe("sage/fashion-mini", ["method=fixmatch-gpl"]).method["threshold"] == 0.8
+    assert "threshold" not in load_recipe("sage/fashion-mini", ["method=fixmatch-lpl"]).method

@@ -13,7 +13,7 @@ from command import assert_same_weights, leftovers, semifed, tiny_tables, writte
 from semifed.checkpoint import write_atomically
 from semifed.errors import UserError
 from semifed.recipe import Recipe, check_recipe
-from semifed.rundir import RunDirectory, finite, json_line
+from semifed.rundir import RunDirectory, finite, json_line, summary
 
 
 @pytest.fixture
@@ -237,3 +237,13 @@ def test_numbers_that_are_none_become_null() -> None:
     content = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": (float("-inf"), "nan")}, "e": True}
     assert finite(content) == {"a": None, "b": [None, 1.5], "c": {"d": [None, "nan"]}, "e": True}
     assert json.loads(json_line(content))["b"] == [None, 1.5]
+
+
+def test_the_headline_leaves_out_the_state_before_the_first_exchange(checked: Recipe) -> None:
+    cost = {"seconds": 1.0, "images": 10, "bytes_up": 2, "bytes_down": 3}
+    rounds = [{"round": number, "metrics": {"accuracy": value}, **cost} for number, value in enumerate((0.9, 0.2, 0.4))]
+    found = summary(checked, rounds, {})
+    assert found["metrics"] == {"accuracy": 0.4}
+    assert found["metrics_last10"] == {"accuracy": pytest.approx(0.3)}
+    assert found["best"]["round"] == 2
+    assert (found["bytes_up"], found["images_per_second"]) == (6, 10.0)

@@ -152,8 +152,10 @@ def test_an_update_without_some_of_the_weights_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("samples", "told"), [(-1.0, "cannot be negative"), (float("nan"), "NaN")])
-def test_a_count_that_is_none_is_refused(samples: float, told: str) -> None:
+@pytest.mark.parametrize(
+    ("samples", "told"), [(-1.0, "not a count"), ([2.0, 3.0], "not a count"), (float("nan"), "NaN")]
+)
+def test_a_count_that_is_none_is_refused(samples: float | list[float], told: str) -> None:
     fault = fault_of(Up(dict(LIKE), torch.tensor(samples)), LIKE, list(LIKE))
     assert fault is not None
     assert "samples" in fault

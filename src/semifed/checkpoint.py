@@ -17,6 +17,7 @@ from torch import Tensor
 
 from semifed.client_round import Held
 from semifed.errors import UserError
+from semifed.payloads import Nothing
 from semifed.wire import from_arrays, to_arrays
 
 PARTIAL = ".partial"
@@ -40,8 +41,9 @@ class Checkpoint:
     def save(self, round_: int, server: Any, record: dict[str, Any], changed: dict[int, Held]) -> None:
         """Finish a round; an interruption at any moment leaves this round or the one before."""
         for client, held in changed.items():
-            if arrays := to_arrays(held):
-                write_atomically(self._kept(client, round_), _packed(arrays, {}))
+            # An empty Kept is not the same as none: only a method without any writes no file.
+            if held.momentum or not isinstance(held.kept, Nothing):
+                write_atomically(self._kept(client, round_), _packed(to_arrays(held), {}))
         text = {"round": str(round_), "record": json.dumps(record)}
         write_atomically(self._file(round_), _packed(to_arrays(server), text))
         self._prune(round_, changed)

@@ -74,7 +74,7 @@ def sweep(
 
     out = out or Path("runs") / _stem(recipe)
     runs = grid(recipe, axes or (), seeds)
-    from semifed.report import compare_runs
+    from semifed.report import compare_runs, write_report
 
     waiting = _unfinished(runs, out)
     for number, (name, loaded) in enumerate(runs, 1):
@@ -83,6 +83,8 @@ def sweep(
         _terminal().print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
         if not done:
             _execute(loaded, out / name, resume=waiting[name], quiet=not _terminal().is_terminal)
+        elif not (out / name / "report.html").exists():
+            write_report(out / name)
     comparison = compare_runs([out / name for name, _ in runs])
     comparison.table(_terminal())
     comparison.write_html(out / "compare.html")

@@ -9,6 +9,7 @@ from semifed.data.client import Budget, ClientData, batches
 from semifed.fit import Optimiser, fit
 from semifed.methods import AnyMethod
 from semifed.net import Net
+from semifed.payloads import Visit
 from semifed.pseudo import PseudoLabels
 from semifed.wire import Weights
 
@@ -72,14 +73,18 @@ def too_few_images(data: ClientData) -> str | None:
 def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> Reply:
     """Receive, prepare, train, report."""
     started = perf_counter()
+    if left_over := set(place.net.state_names()) - set(down.weights):
+        raise TypeError(
+            f"the broadcast lacks '{min(left_over)}': a client may not train on what another one left behind"
+        )
     place.net.load(down.weights)
     kept, momentum = task.held if task.held is not None else (None, None)
     with torch.no_grad():
-        local = place.method.prepare(place.net, down, data, kept)
-    address = (place.seed, task.round, task.client)
+        visit = Visit(place.seed, task.round, task.client)
+        local = place.method.prepare(place.net, down, data, kept, visit)
     fitted = fit(
         place.net,
-        batches(local.data, place.budget, address),
+        batches(local.data, place.budget, visit),
         lambda net, batch: place.method.loss(net, batch, local.const),
         place.optimiser._replace(lr=task.lr),
         momentum if place.keep_optimizer else None,

@@ -37,7 +37,8 @@ class Evaluator:
         known = scenario.test_labels != UNKNOWN
         self._known = dataset.x_test[known]
         self._truth = scenario.test_labels[known]
-        self._foreign = {name: images_like(name, dataset, seed=seed, data=data) for name in unseen}
+        known_test = dataset._replace(x_test=self._known)  # patches are those of known classes
+        self._foreign = {name: images_like(name, known_test, seed=seed, data=data) for name in unseen}
         self._seen_unknown = dataset.x_test[~known] if classes != "known" else dataset.x_test[:0]
 
     def test(self, method: AnyMethod, net: Net, weights: Weights) -> Evaluation:
@@ -76,6 +77,8 @@ class Evaluator:
         position = torch.cat([part.position for part in labelled])
         label = torch.cat([part.label for part in labelled])
         used = torch.cat([part.used for part in labelled])
+        really = self._scenario.labels[position] == UNKNOWN  # SAGE's protocol lists labelled images here too
+        position, label, used = position[really], label[really], used[really]
         truth = self._scenario.sealed.break_seal()[position]
         count = int(used.sum())
         return {

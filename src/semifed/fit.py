@@ -15,7 +15,7 @@ from semifed.wire import Weights
 class Loss(NamedTuple):
     """What one step minimises, and what it is made of."""
 
-    value: Tensor  # scalar with gradient
+    value: Tensor  # scalar; without gradient where there is nothing to learn from, and then no step is taken
     terms: Mapping[str, Tensor]  # scalars, averaged over the steps and reported
     sums: Mapping[str, Tensor] = {}  # added up over the steps and given to `report`
     pseudo: PseudoLabels | None = None  # for diagnostics only; never sent
@@ -35,6 +35,7 @@ class Fitted(NamedTuple):
     """What a run of the loop leaves behind, beside the network's new weights."""
 
     steps: int
+    steps_taken: int  # those that had something to learn from
     images: int
     terms: dict[str, float]
     sums: dict[str, Tensor]
@@ -65,7 +66,7 @@ def fit(
     )
     for name, buffer in (momentum or {}).items():
         sgd.state[parameters[name]]["momentum_buffer"] = buffer.clone()
-    step_count = image_count = 0
+    step_count = steps_taken = image_count = 0
     terms: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
     pseudo = []
@@ -81,8 +82,9 @@ def fit(
                 if optimiser.clip is not None:
                     torch.nn.utils.clip_grad_norm_(parameters.values(), optimiser.clip)
                 sgd.step()
+                steps_taken += 1
             step_count += 1
-            image_count += len(batch.labelled) + len(batch.unlabelled)
+            image_count += sum(len(part) for part in batch if part.looked_at)
             _add(terms, {"total": result.value, **result.terms})
             _add(sums, result.sums)
             if result.pseudo is not None:
@@ -91,6 +93,7 @@ def fit(
         net.network.eval()
     return Fitted(
         step_count,
+        steps_taken,
         image_count,
         {name: float(value) / step_count for name, value in terms.items()},
         sums,

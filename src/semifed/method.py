@@ -25,7 +25,7 @@ from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.net import Net
 from semifed.objectives import supervised
-from semifed.payloads import Down, HasWeights, Local, Nothing, Prediction, Server, Up, Update
+from semifed.payloads import Down, HasWeights, Local, Nothing, Prediction, Server, Up, Update, Visit
 from semifed.server import ServerSite
 from semifed.wire import Weights
 
@@ -71,7 +71,7 @@ class Method(Generic[S, D, U, C, K]):
         """Server, each round: what the clients receive."""
         return Down(server.weights)  # type: ignore[return-value]
 
-    def prepare(self, net: Net, down: D, data: ClientData, kept: K | None) -> Local[C, K]:
+    def prepare(self, net: Net, down: D, data: ClientData, kept: K | None, visit: Visit) -> Local[C, K]:
         """Client, once a round, with the received network in evaluation mode."""
         return Local(data, Nothing(), Nothing())  # type: ignore[arg-type]
 
@@ -80,8 +80,9 @@ class Method(Generic[S, D, U, C, K]):
         raise TypeError(f"{type(self).__name__} must write its loss")
 
     def report(self, net: Net, local: Local[C, K], fitted: Fitted) -> U:
-        """Client, once a round: what the server receives."""
-        return Up(net.trained(), torch.tensor(float(local.data.image_count)))  # type: ignore[return-value]
+        """Client, once a round: what the server receives; a client that had nothing to learn from weighs nothing."""
+        samples = local.data.image_count if fitted.steps_taken else 0
+        return Up(net.trained(), torch.tensor(float(samples)))  # type: ignore[return-value]
 
     def aggregate(self, server: S, ups: Sequence[U], site: ServerSite) -> S:
         """Server, each round: mean of the clients by image count, then training on the server's labels."""

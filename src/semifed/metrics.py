@@ -141,11 +141,6 @@ def expected_calibration_error(confidence: Values, correct: Values, bins: int = 
     return _ratio(float(np.nansum(gaps * histogram.samples)), int(histogram.samples.sum()))
 
 
-def rounds_to_reach(history: Sequence[tuple[int, float]], target: float) -> int | None:
-    """The first round whose value is at least `target`, if any is."""
-    return min((number for number, value in history if value >= target), default=None)
-
-
 def hungarian_accuracy(predicted: Values, truth: Values, known: int) -> ClusterAccuracy:
     """Accuracy of clusters under the best one-to-one match with classes, of which those below `known` are old.
 

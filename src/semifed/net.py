@@ -55,10 +55,13 @@ class Net:
         state = self.state()
         return {name: state[name] for name in self.trained_names()}
 
+    def state_names(self) -> list[str]:
+        """Names of all weights."""
+        return list(self.network.state_dict())
+
     def trained_names(self) -> list[str]:
         """Names of the weights that training may change: all but static batch-norm statistics."""
-        names = self.network.state_dict().keys()
-        return [name for name in names if self.batchnorm != "static" or name not in self._buffers]
+        return [name for name in self.state_names() if self.batchnorm != "static" or name not in self._buffers]
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:

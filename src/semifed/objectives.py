@@ -25,13 +25,18 @@ def semi_supervised(
     """FixMatch's objective: cross entropy on the labels plus that of strong views on the pseudo-labels in use."""
     supervised_term = mean(cross_entropy(labelled.logits, batch.labelled.labels))
     consistency = masked_mean(cross_entropy(strong.logits, label), used)
+    value = supervised_term + unlabelled_weight * consistency
+    if len(batch.labelled) == 0 and not used.any():
+        value = value.detach()  # nothing to learn from: weight decay and momentum alone must not move the model
     return Loss(
-        supervised_term + unlabelled_weight * consistency,
+        value,
         {"supervised": supervised_term, "consistency": consistency},
         pseudo=PseudoLabels(batch.unlabelled.position, label, used),
     )
 
 
 def plus(loss: Loss, name: str, weight: float, term: Tensor) -> Loss:
-    """The loss with one more weighted and named term."""
+    """The loss with one more weighted and named term; alone, such a term is nothing to learn from."""
+    if not loss.value.requires_grad:
+        return loss
     return loss._replace(value=loss.value + weight * term, terms={**loss.terms, name: term})

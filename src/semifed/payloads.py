@@ -2,11 +2,13 @@
 
 from typing import Generic, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from semifed.data.client import ClientData
 from semifed.net import FrozenNet
+from semifed.rng import torch_stream
 from semifed.wire import Weights
 
 
@@ -43,6 +45,18 @@ class Teacher(NamedTuple):
     """The received network, frozen, for the loss to ask."""
 
     net: FrozenNet
+
+
+class Visit(NamedTuple):
+    """One client's part of one round, as an address for random streams."""
+
+    seed: int
+    round: int
+    client: int
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """A random stream of this client and round."""
+        return torch_stream(*self, purpose)
 
 
 class HasWeights(Protocol):

@@ -282,7 +282,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, for_training: bool 
                 table, _, leaf = key.partition(".")
                 if isinstance(tables.get(table), dict):
                     tables[table].pop(leaf, None)
-    for override in overrides:
+    # The method first: its fields may stand before or after it on the command line.
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() != "method"):
         _apply(tables, override)
     return check_recipe(tables, for_training=for_training)
 
@@ -337,7 +338,9 @@ def _apply(tables: dict[str, Any], override: str) -> None:
         raise UserError(f"{shown(override)} is no override; write KEY=VALUE, e.g. local.lr=0.03")
     value = parsed_value(text.strip())
     if path == ["method"] and isinstance(value, str):
-        tables["method"] = {"name": value}
+        current = tables.get("method")
+        if not isinstance(current, dict) or current.get("name") != value:  # another method brings its own defaults
+            tables["method"] = {"name": value}
         return
     table: Any = tables
     for depth, name in enumerate(path[:-1]):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from semifed.assembly import Parts, assemble, build_workplace, optimiser
-from semifed.client_round import Reply
+from semifed.client_round import ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
 from semifed.engines import Engine
@@ -67,6 +67,7 @@ class RoundLoop:
             seed=recipe.seed,
         )
         self._server_lr = self.site.lr
+        self._client_lr = recipe.local.lr
 
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
@@ -99,6 +100,7 @@ class RoundLoop:
         recipe = self.recipe
         factor = schedule_factor(recipe.local.schedule, round_ - 1, recipe.rounds)
         self.site.round, self.site.lr, self.site.notes = round_, self._server_lr * factor, {}
+        self._client_lr = recipe.local.lr * factor
         answers: list[Reply | ClientFailure] = []
         traffic = [0, 0]
 
@@ -106,7 +108,7 @@ class RoundLoop:
             cohort = self._cohort(round_)
             traffic[1] += len(cohort) * size_in_bytes(down)
             expected = self.site.net.trained_names()
-            replies = self.engine.ask(round_, recipe.local.lr * factor, cohort, down)
+            replies = self.engine.ask(round_, self._client_lr, cohort, down)
             fresh = [_checked(answer, down, expected) for answer in replies]
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
             self.engine.held.update({one.record.client: one.held for one in fresh if isinstance(one, Reply)})
@@ -140,16 +142,13 @@ class RoundLoop:
     ) -> None:
         records = [answer.record for answer in answers if isinstance(answer, Reply)]
         failures = [answer for answer in answers if isinstance(answer, ClientFailure)]
-        steps = sum(record.steps for record in records)
-        terms = {name for record in records for name in record.terms}
         record = {
             "round": round_,
-            "lr": self.site.lr,
+            "lr": self._client_lr,
+            "server_lr": self.site.lr if self.site.labelled is not None else None,
             "clients": [one.client for one in records],
             "failures": [failure._asdict() for failure in failures],
-            "loss": {
-                name: sum(one.terms.get(name, 0.0) * one.steps for one in records) / steps for name in sorted(terms)
-            },
+            "loss": _mean_terms(records),
             "metrics": evaluation.metrics if evaluation else {},
             "pseudo": self.evaluator.pseudo_label_quality(records),
             **self.site.notes,
@@ -219,6 +218,16 @@ def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]
     if isinstance(answer, Reply) and (fault := fault_of(answer.up, down.weights, expected)):
         return ClientFailure(answer.record.client, f"its update was refused: {fault}")
     return answer
+
+
+def _mean_terms(records: Sequence[ClientRecord]) -> dict[str, float]:
+    """Each term of the loss, averaged over the steps of the clients that have it."""
+    terms = sorted({name for record in records for name in record.terms})
+    having = {name: [record for record in records if name in record.terms] for name in terms}
+    return {
+        name: sum(one.terms[name] * one.steps for one in own) / sum(one.steps for one in own)
+        for name, own in having.items()
+    }
 
 
 def _reasons(answers: Sequence[Reply | ClientFailure]) -> str:

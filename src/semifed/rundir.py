@@ -126,6 +126,8 @@ class RunDirectory:
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json_line(record))
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise not_written(path, error) from None
 
@@ -155,7 +157,7 @@ class RunDirectory:
 
 def summary(recipe: Recipe, rounds: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The content of summary.json: the headline is the last round and the mean of the last ten tests."""
-    tested = [line for line in rounds if line["metrics"]]
+    tested = [line for line in rounds if line["metrics"] and line["round"] > 0]  # round 0 is before any exchange
     last = tested[-1]["metrics"] if tested else {}
     ten = [line["metrics"] for line in tested[-10:]]
     best = max(tested, key=lambda line: line["metrics"]["accuracy"] or -math.inf, default=None)

@@ -90,6 +90,7 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     for name, array in arrays.items():
         if not bool(torch.isfinite(array).all()):
             return f"'{name.removeprefix('weights/')}' holds NaN or infinity"
-    if "samples" in arrays and bool((arrays["samples"] < 0).any()):
-        return f"'samples' is {arrays['samples'].tolist():g}, a count cannot be negative"
+    samples = arrays.get("samples")
+    if samples is not None and (samples.ndim != 0 or float(samples) < 0):
+        return f"'samples' is {samples.tolist()}, not a count"
     return None

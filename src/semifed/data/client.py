@@ -31,14 +31,16 @@ class ClientData(NamedTuple):
         return int(torch.unique(torch.cat([self.labelled, self.unlabelled])).numel())
 
     @torch.no_grad()
-    def plain_logits(self, net: "Classifies", batch: int = 512) -> Tensor:
-        """The logits of all unlabelled images, un-augmented, [unlabelled, classes]."""
-        parts = [net(self.views.plain(self.images[part])).logits for part in self.unlabelled.split(batch)]
-        return torch.cat(parts) if parts else torch.empty(0, 1)
+    def plain_outputs(self, net: "Classifies", batch: int = 512) -> Output:
+        """What the network says of all unlabelled images, un-augmented."""
+        chunks = self.unlabelled.split(batch) or (self.unlabelled,)
+        parts = [net(self.views.plain(self.images[chunk])) for chunk in chunks]
+        heads = {name: torch.cat([part.heads[name] for part in parts]) for name in parts[0].heads}
+        return Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), heads)
 
 
 class Classifies(Protocol):
-    """A network that can be asked for logits."""
+    """A network that can be asked."""
 
     def __call__(self, images: Tensor, /) -> Output:
         """Logits, features and further heads."""
@@ -56,6 +58,11 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.raw)
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether any view was drawn: labels-only methods never look at unlabelled images."""
+        return bool({"plain", "weak", "strong", "flipped"} & vars(self).keys())
 
     @cached_property
     def plain(self) -> Tensor:

@@ -14,7 +14,7 @@ from semifed.fit import Loss
 from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
-from semifed.payloads import Down, Local, Nothing, Server, Up
+from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
 from semifed.pseudo import confident_label
 
 
@@ -34,10 +34,10 @@ class FedFixMatch(Method[Server, Down, Up, Labels]):
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0
 
-    def prepare(self, net: Net, down: Down, data: ClientData, kept: Nothing | None) -> Local[Labels, Nothing]:
-        label, sure = confident_label(data.plain_logits(net), self.threshold)
-        if not sure.any():  # nothing to learn from: weight decay alone must not move the model
-            data = data._replace(unlabelled=data.unlabelled[:0])
+    def prepare(
+        self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
+    ) -> Local[Labels, Nothing]:
+        label, sure = confident_label(data.plain_outputs(net).logits, self.threshold)
         return Local(data, Labels(label, sure), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Labels) -> Loss:

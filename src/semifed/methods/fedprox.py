@@ -13,7 +13,7 @@ from semifed.losses import proximal
 from semifed.method import CLIENT_LABELS, Method, NonNegative
 from semifed.net import Net
 from semifed.objectives import plus, supervised
-from semifed.payloads import Down, Local, Nothing, Received, Server, Up
+from semifed.payloads import Down, Local, Nothing, Received, Server, Up, Visit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class FedProx(Method[Server, Down, Up, Received]):
 
     proximity: NonNegative = 0.001  # mu
 
-    def prepare(self, net: Net, down: Down, data: ClientData, kept: Nothing | None) -> Local[Received, Nothing]:
+    def prepare(
+        self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
+    ) -> Local[Received, Nothing]:
         return Local(data, Received(down.weights), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Received) -> Loss:
-        if len(batch.labelled) == 0:  # nothing to learn from: weight decay alone must not move the model
-            return supervised(net, batch)
         drift = proximal(net.named_parameters(), const.weights)  # eq. 2
         return plus(supervised(net, batch), "proximity", self.proximity, drift)

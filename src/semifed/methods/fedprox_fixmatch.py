@@ -12,7 +12,7 @@ from semifed.losses import proximal
 from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import plus, semi_supervised
-from semifed.payloads import Down, Local, Nothing, Received, Server, Up
+from semifed.payloads import Down, Local, Nothing, Received, Server, Up, Visit
 from semifed.pseudo import confident_label
 
 
@@ -26,7 +26,9 @@ class FedProxFixMatch(Method[Server, Down, Up, Received]):
     unlabelled_weight: NonNegative = 1.0  # lambda_u
     proximity: NonNegative = 0.001  # mu
 
-    def prepare(self, net: Net, down: Down, data: ClientData, kept: Nothing | None) -> Local[Received, Nothing]:
+    def prepare(
+        self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
+    ) -> Local[Received, Nothing]:
         return Local(data, Received(down.weights), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Received) -> Loss:

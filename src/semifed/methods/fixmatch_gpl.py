@@ -11,7 +11,7 @@ from semifed.fit import Loss
 from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
-from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up
+from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up, Visit
 from semifed.pseudo import confident_label
 
 
@@ -24,7 +24,9 @@ class FixMatchGPL(Method[Server, Down, Up, Teacher]):
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0  # lambda_u
 
-    def prepare(self, net: Net, down: Down, data: ClientData, kept: Nothing | None) -> Local[Teacher, Nothing]:
+    def prepare(
+        self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
+    ) -> Local[Teacher, Nothing]:
         return Local(data, Teacher(net.frozen()), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Teacher) -> Loss:

@@ -102,7 +102,7 @@ class Run:
         stored = self.summary.get("metrics_last10")
         if stored:
             return values(stored)
-        last = [line.metrics for line in self.evaluated[-10:]]
+        last = [line.metrics for line in self.evaluated if line.number > 0][-10:]
         return {key: mean_or_none([metrics.get(key) for metrics in last]) for key in self.metrics}
 
     def table(self, name: str) -> Mapping[str, Any]:
