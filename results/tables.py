@@ -91,7 +91,7 @@ def print_table(runs: list[dict[str, Any]], asked: argparse.Namespace) -> None:
             if (ceiling and any(floors))
             else 0
         )
-        closed = f"{statistics.mean(gains) / room:.0%}" if gains and room else ""
+        closed = f"{statistics.mean(gains) / room:.0%}" if gains and room > 0.01 else ""
         print(f"| {vary} | {method} | {len(own)} | {spread(last)} | {spread(ten)} | {spread(gains, '+')} | {closed} |")
 
 
