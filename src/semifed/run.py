@@ -182,6 +182,7 @@ class RoundLoop:
                 "std": list(dataset.std),
                 "threshold": self.evaluator.rejection_threshold(self.method, self.site.net, weights, accept),
                 "accept": accept,
+                "calibrated_on": "the server's labelled training images: fewer than `accept` of new ones will pass",
             },
         )
         if evaluation.scores is not None:

@@ -109,8 +109,9 @@ def reading_notes(comparison: Comparison, shown: Sequence[Column]) -> list[str]:
     ]
     if "vs first" in headings:
         notes.append(f"vs first: {comparison.headline} minus that of the first row of the block, seed by seed.")
-    if any(heading.startswith("to ") for heading in headings):
-        notes.append(f"to N %: first round in which the mean {comparison.headline} of the seeds reaches it.")
+    if reached := [heading for heading in headings if heading.startswith(("to ", "rounds to"))]:
+        name = "rounds to" if "rounds to" in reached else "to"
+        notes.append(f"{name} N %: first round in which the mean {comparison.headline} of the seeds reaches it.")
     notes += [f"† unfinished, {row.unfinished}: {row.label}" for row in rows if row.unfinished]
     return notes + comparison.notes
 
