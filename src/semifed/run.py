@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from semifed.assembly import Parts, assemble, build_workplace, optimiser
-from semifed.client_round import ClientRecord, Reply
+from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
 from semifed.engines import Engine
@@ -207,11 +207,13 @@ class RoundLoop:
         small = [
             index
             for index, held in enumerate(self.scenario.holdings)
-            if len(held.labelled) + len(held.unlabelled) < 2  # an upper bound of the distinct images
+            if len(held.labelled) + len(held.unlabelled) < FEWEST_IMAGES  # an upper bound of the distinct ones
         ]
         if small:
             shown = ", ".join(map(str, small[:10])) + (", ..." if len(small) > 10 else "")
-            self.reporter.warn(f"{len(small)} clients hold fewer than 2 images and will be left out: {shown}")
+            self.reporter.warn(
+                f"{len(small)} clients hold fewer than {FEWEST_IMAGES} images and will be left out: {shown}"
+            )
 
 
 def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]) -> Reply | ClientFailure:
