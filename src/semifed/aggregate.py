@@ -1,5 +1,6 @@
 """How the server makes one model out of many."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,12 +8,19 @@ from torch import Tensor
 
 from semifed.wire import Weights
 
+FEWEST_GATED = 5  # a mean over fewer samples says nothing of a client
+
 
 def shares(counts: Sequence[float] | Tensor) -> Tensor:
     """Counts scaled to sum to 1 (float64); all-zero counts give equal shares."""
     values = torch.as_tensor(counts, dtype=torch.float64)
     total = values.sum()
     return values / total if total > 0 else torch.full_like(values, 1 / max(len(values), 1))
+
+
+def equal_shares(counts: Sequence[float]) -> Tensor:
+    """The same share for everyone who has anything to tell."""
+    return shares([float(count > 0) for count in counts])
 
 
 def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
@@ -30,6 +38,50 @@ def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
         )
         for name in models[0]
     }
+
+
+def reliability_shares(losses: Sequence[float], epsilon: float, most: float) -> Tensor:
+    """OpenFL's eq. (2), 1 / (loss + ε) scaled to sum to 1, no client above `most` or below 1/`most` of an equal share.
+
+    Whatever a client claims, its share stays positive and bounded: negative losses count as 0, what is no number
+    as infinitely bad. The paper's factor κ cancels.
+    """
+    claimed = torch.as_tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    trust = 1 / (claimed.clamp(min=0) + epsilon)
+    count = len(trust)
+    if not trust.sum() > 0:
+        return shares(torch.ones(count))
+    low, high = 1 / (most * count), most / count
+
+    def bounded(scale: float) -> Tensor:
+        return (trust * scale).clamp(low, high)
+
+    below, above = 0.0, high / float(trust[trust > 0].min())
+    for _ in range(100):  # the sum grows with the scale: halve the bracket until it is exact
+        middle = (below + above) / 2
+        below, above = (middle, above) if float(bounded(middle).sum()) < 1 else (below, middle)
+    return shares(bounded(above))
+
+
+def alignment_level(total: Tensor, count: Tensor, classes: int, temperature: float, *, shift: bool) -> Tensor:
+    """A client's mean alignment loss; chance level, log K, where fewer than five samples stand behind it.
+
+    Over samples that passed no gate the loss may be negative; `shift` measures it from its least value log K − 1/T.
+    """
+    chance = torch.tensor(math.log(classes))
+    level = total / count if int(count) >= FEWEST_GATED else chance
+    return (level - chance + 1 / temperature if shift else level).float()
+
+
+def moving_average(old: Weights, new: Weights, decay: float) -> Weights:
+    """decay · old + (1 − decay) · new for every weight (R-EMA); 0 gives the new, 1 the old ones exactly."""
+    return {name: old[name] * decay + tensor * (1 - decay) for name, tensor in new.items()}
+
+
+def momentum_step(received: Weights, mean: Weights, velocity: Weights, momentum: float) -> tuple[Weights, Weights]:
+    """SemiFL's server: v ← momentum · v + (received − mean); the new weights are received − v, and v."""
+    moved = {name: momentum * velocity.get(name, 0.0) + (received[name] - tensor) for name, tensor in mean.items()}
+    return received | {name: received[name] - step for name, step in moved.items()}, moved
 
 
 def _as_type(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,10 @@ from semifed.data.client import Budget
 from semifed.data.datasets import load
 from semifed.data.scenario import Scenario, build_scenario
 from semifed.data.views import Views
-from semifed.errors import UserError
+from semifed.errors import UserError, nearest
 from semifed.evaluate import Evaluator
 from semifed.fit import Optimiser
-from semifed.methods import AnyMethod
+from semifed.methods import AnyMethod, method_class, method_names
 from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.recipe import Recipe
@@ -48,10 +48,19 @@ def build_net(recipe: Recipe, method: AnyMethod, shape: Sequence[int], classes: 
         classes=classes,
         width=recipe.model.width,
         head=recipe.model.head,
-        further=method.heads,
+        further=further_heads(recipe, method),
         generator=torch_stream(recipe.seed, "initial weights"),
     )
     return Net(network, recipe.batchnorm)
+
+
+def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
+    """The further heads a method asks for, in the sizes the recipe gives; a recipe serves methods without them too."""
+    asked = {name for kind in map(method_class, method_names()) for name in kind.heads}
+    for name in recipe.model.heads:
+        if name not in asked:
+            raise UserError(f"model.heads.{name}: no method asks for such a head; {nearest(name, sorted(asked))}")
+    return {name: recipe.model.heads.get(name, size) for name, size in method.heads.items()}
 
 
 def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:

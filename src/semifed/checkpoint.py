@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -42,7 +43,7 @@ class Checkpoint:
         """Finish a round; an interruption at any moment leaves this round or the one before."""
         for client, held in changed.items():
             # An empty Kept is not the same as none: only a method without any writes no file.
-            if held.momentum or not isinstance(held.kept, Nothing):
+            if held.momentum or held.private or not isinstance(held.kept, Nothing):
                 write_atomically(self._kept(client, round_), _packed(to_arrays(held), {}))
         text = {"round": str(round_), "record": json.dumps(record)}
         write_atomically(self._file(round_), _packed(to_arrays(server), text))
@@ -92,13 +93,16 @@ class Checkpoint:
 
 
 def _held(arrays: dict[str, Tensor], kept_type: type) -> Held:
-    momentum = {name.removeprefix("momentum/"): a for name, a in arrays.items() if name.startswith("momentum/")}
-    kept = {name.removeprefix("kept/"): a for name, a in arrays.items() if name.startswith("kept/")}
-    return Held(from_arrays(kept_type, kept), momentum)
+    kept, *weights = (
+        {name.removeprefix(f"{part}/"): a for name, a in arrays.items() if name.startswith(f"{part}/")}
+        for part in Held._fields
+    )
+    return Held(from_arrays(kept_type, kept), *weights)
 
 
 def _packed(arrays: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    return save({name: array.contiguous() for name, array in arrays.items()}, metadata)
+    # A server may hold one tensor twice (a moving average before its first round); the format wants each its own.
+    return save({name: array.clone(memory_format=torch.contiguous_format) for name, array in arrays.items()}, metadata)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

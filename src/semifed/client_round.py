@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from semifed.data.client import Budget, ClientData, batches
-from semifed.fit import Optimiser, fit
+from semifed.data.client import Batch, Budget, ClientData, batches
+from semifed.fit import Loss, Optimiser, fit
 from semifed.methods import AnyMethod
 from semifed.net import Net
 from semifed.payloads import Visit
@@ -32,6 +32,7 @@ class Held(NamedTuple):
 
     kept: Any  # the method's Kept
     momentum: Weights
+    private: Weights  # parts of the network that never leave the client (FedBN)
 
 
 class Task(NamedTuple):
@@ -78,19 +79,29 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
             f"the broadcast lacks '{min(left_over)}': a client may not train on what another one left behind"
         )
     place.net.load(down.weights)
-    kept, momentum = task.held if task.held is not None else (None, None)
+    kept, momentum, private = task.held if task.held is not None else (None, None, {})
+    place.net.load(private)
     with torch.no_grad():
         visit = Visit(place.seed, task.round, task.client)
         local = place.method.prepare(place.net, down, data, kept, visit)
+    const = local.const
+
+    def step(net: Net, batch: Batch) -> Loss:
+        nonlocal const
+        loss = place.method.loss(net, batch, const)
+        const = const if loss.carry is None else loss.carry
+        return loss
+
     fitted = fit(
         place.net,
         batches(local.data, place.budget, visit),
-        lambda net, batch: place.method.loss(net, batch, local.const),
+        step,
         place.optimiser._replace(lr=task.lr),
         momentum if place.keep_optimizer else None,
     )
     with torch.no_grad():
         up = place.method.report(place.net, local, fitted)
+        left = place.method.keep(place.net, local, const)
     record = ClientRecord(
         task.client,
         fitted.steps,
@@ -99,7 +110,7 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
         _last_labels(fitted.pseudo, local.data),
         perf_counter() - started,
     )
-    return Reply(up, Held(local.kept, fitted.momentum if place.keep_optimizer else {}), record)
+    return Reply(up, Held(left, fitted.momentum if place.keep_optimizer else {}, place.net.private()), record)
 
 
 def _last_labels(pseudo: list[PseudoLabels], data: ClientData) -> PseudoLabels | None:

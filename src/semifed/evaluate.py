@@ -41,8 +41,8 @@ class Evaluator:
         self._foreign = {name: images_like(name, known_test, seed=seed, data=data) for name in unseen}
         self._seen_unknown = dataset.x_test[~known] if classes != "known" else dataset.x_test[:0]
 
-    def test(self, method: AnyMethod, net: Net, weights: Weights) -> Evaluation:
-        """Load the weights and measure them."""
+    def test(self, method: AnyMethod, net: Net, weights: Weights, *, foreign: bool = True) -> Evaluation:
+        """Load the weights and measure them; without foreign images where only a glance is wanted."""
         net.load(weights)
         known = self._predict(method, net, self._known)
         label = known.probabilities.argmax(dim=1)
@@ -61,12 +61,12 @@ class Evaluator:
             metrics["auroc_seen"] = auroc(known.unknown, unknown["seen"])
             metrics["fpr95_seen"] = fpr_at_tpr(known.unknown, unknown["seen"])
             metrics["aupr_seen"] = aupr(known.unknown, unknown["seen"])
-        for name, images in self._foreign.items():
+        for name, images in self._foreign.items() if foreign else ():
             unknown[name] = self._predict(method, net, images).unknown
             metrics[f"auroc_unseen.{name}"] = auroc(known.unknown, unknown[name])
-        if "auroc_seen" in metrics:
-            foreign = [metrics[f"auroc_unseen.{name}"] for name in self._foreign]
-            metrics["auroc_overall"] = overall_auroc(metrics["auroc_seen"], foreign)
+        if "auroc_seen" in metrics and foreign:
+            unseen = [metrics[f"auroc_unseen.{name}"] for name in self._foreign]
+            metrics["auroc_overall"] = overall_auroc(metrics["auroc_seen"], unseen)
         return Evaluation(metrics, per_class, _histograms(known.unknown, unknown) if unknown else None)
 
     def pseudo_label_quality(self, records: Sequence[ClientRecord]) -> dict[str, float | int | None]:

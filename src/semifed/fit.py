@@ -1,7 +1,7 @@
 """Local training: the one loop in which gradients are taken, for clients and server alike."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class Loss(NamedTuple):
     terms: Mapping[str, Tensor]  # scalars, averaged over the steps and reported
     sums: Mapping[str, Tensor] = {}  # added up over the steps and given to `report`
     pseudo: PseudoLabels | None = None  # for diagnostics only; never sent
+    carry: Any = None  # what the next step reads in place of `const`, where the paper's loss has a memory
 
 
 class Optimiser(NamedTuple):

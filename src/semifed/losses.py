@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,3 +38,57 @@ def proximal(weights: Mapping[str, Tensor], received: Weights) -> Tensor:
         )
         / 2
     )
+
+
+def ova_positive(ova: Tensor, labels: Tensor) -> Tensor:
+    """−log φ^known of the labelled class for one-vs-all logits [n, 2, classes], [n] (OpenMatch, SSB)."""
+    return -_own_class(F.log_softmax(ova, dim=1)[:, 1], labels)
+
+
+def ova_negatives(ova: Tensor, labels: Tensor) -> Tensor:
+    """−Σ_{k≠label} log φ^unknown_k / K, [n]: SSB takes every other class and divides by all K."""
+    unknown = -F.log_softmax(ova, dim=1)[:, 0]
+    return (unknown.sum(dim=1) - _own_class(unknown, labels)) / ova.shape[2]
+
+
+def ova_hardest_negative(ova: Tensor, labels: Tensor) -> Tensor:
+    """max_{k≠label} −log φ^unknown_k, [n]: OpenMatch takes the worst of the other classes; 0 if there is none."""
+    unknown = -F.log_softmax(ova, dim=1)[:, 0]
+    own = F.one_hot(labels, ova.shape[2]).bool()
+    return unknown.masked_fill(own, 0.0).max(dim=1).values
+
+
+def ova_entropy(ova: Tensor) -> Tensor:
+    """Entropy of each class's known/unknown decision, mean over classes, [n]."""
+    log_phi = F.log_softmax(ova, dim=1)
+    return -(log_phi.exp() * log_phi).sum(dim=1).mean(dim=1)
+
+
+def soft_open_consistency(ova: Tensor, other: Tensor) -> Tensor:
+    """OpenMatch's SOCR: squared distance of the decisions on two views, summed over classes, [n]."""
+    return ((ova.softmax(dim=1) - other.softmax(dim=1)) ** 2).sum(dim=(1, 2))
+
+
+def pseudo_negatives(ova: Tensor, negative: Tensor) -> Tensor:
+    """−Σ_k log φ^unknown_k over the classes marked as surely not those of the sample, [n] (SSB)."""
+    return (-F.log_softmax(ova, dim=1)[:, 0] * negative).sum(dim=1)
+
+
+def alignment(projected: Tensor, pivots: Tensor, label: Tensor, gated: Tensor, temperature: float) -> Tensor:
+    """OpenFL's eq. (1): gated samples approach the pivot of their label, all others leave all pivots, [n]."""
+    similarity = F.normalize(projected, dim=1) @ F.normalize(pivots, dim=1).T / temperature
+    return similarity.logsumexp(dim=1) - gated * _own_class(similarity, label)
+
+
+def supervised_contrastive(projected: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """−mean over samples of the same class of log p(that sample | all others), [n]; 0 for the only one of its class."""
+    unit = F.normalize(projected, dim=1)
+    itself = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
+    similarity = (unit @ unit.T / temperature).masked_fill(itself, -torch.inf)
+    same = (labels[:, None] == labels) & ~itself
+    log_p = (similarity - similarity.logsumexp(dim=1, keepdim=True)).masked_fill(~same, 0.0)
+    return -log_p.sum(dim=1) / same.sum(dim=1).clamp(min=1)
+
+
+def _own_class(values: Tensor, labels: Tensor) -> Tensor:
+    return values.gather(1, labels[:, None])[:, 0]

@@ -31,6 +31,7 @@ from semifed.wire import Weights
 
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 ONLY_KNOWN = {"novel": "it can only name known classes; the nearest setting that works is scenario.classes=open"}
 CLIENT_LABELS = {
@@ -84,6 +85,10 @@ class Method(Generic[S, D, U, C, K]):
         samples = local.data.image_count if fitted.steps_taken else 0
         return Up(net.trained(), torch.tensor(float(samples)))  # type: ignore[return-value]
 
+    def keep(self, net: Net, local: Local[C, K], const: C) -> K:
+        """Client, once a round: what it keeps for its next one; `const` is what the last step left behind."""
+        return local.kept
+
     def aggregate(self, server: S, ups: Sequence[U], site: ServerSite) -> S:
         """Server, each round: mean of the clients by image count, then training on the server's labels."""
         weights = averaged(server.weights, ups, site)
@@ -101,17 +106,22 @@ class Method(Generic[S, D, U, C, K]):
         """The weights that are evaluated and handed to the user."""
         return server.weights
 
+    def also_tested(self, server: S) -> Mapping[str, Weights]:
+        """Weights tested beside the delivered ones, by the prefix of their metrics."""
+        return {}
+
     def predict(self, net: Net, images: Tensor) -> Prediction:
-        """Class probabilities and an unknown score, by default one minus the largest probability."""
-        probabilities = net(images).logits.softmax(dim=1)
-        return Prediction(probabilities, 1 - probabilities.max(dim=1).values)
+        """Logits of the known classes and an unknown score, by default one minus the largest probability."""
+        logits = net(images).logits
+        return Prediction(logits, 1 - logits.softmax(dim=1).max(dim=1).values)
 
 
-def averaged(received: Weights, ups: Sequence[Update], site: ServerSite) -> Weights:
-    """The clients' mean by image count over the received weights; the received ones if nobody answered."""
+def averaged(received: Weights, ups: Sequence[Update], site: ServerSite, weight: Tensor | None = None) -> Weights:
+    """The clients' mean, by image count or the given shares; the received weights if nobody answered."""
     if not ups:
         return received
-    weight = shares([float(up.samples) for up in ups])
+    if weight is None:
+        weight = shares([float(up.samples) for up in ups])
     site.note(client_weights=weight.tolist())
     return received | weighted_mean([up.weights for up in ups], weight)
 

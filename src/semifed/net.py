@@ -1,11 +1,13 @@
 """A network as a method sees it: call it on images, ask for a frozen copy, read or load its weights."""
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from semifed.models.batchnorm import recalibrate, set_batchnorm
+from semifed.models.batchnorm import BatchNorm, recalibrate, set_batchnorm
 from semifed.models.network import Network, Output
 from semifed.wire import Weights
 
@@ -16,8 +18,10 @@ class Net:
     def __init__(self, network: Network, batchnorm: str) -> None:
         self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.batchnorm = batchnorm
-        set_batchnorm(self.network, batchnorm)
+        set_batchnorm(self.network, "static" if batchnorm == "static" else "tracked")
         self.network.eval()
+        normalising = [name for name, layer in network.named_modules() if isinstance(layer, BatchNorm)]
+        self._batchnorm = [name for name in network.state_dict() if name.rpartition(".")[0] in normalising]
         self._buffers = {name for name, _ in network.named_buffers()}
 
     def __call__(self, images: Tensor) -> Output:
@@ -34,6 +38,17 @@ class Net:
         return [
             Output(logits[i], features[i], {name: parts[i] for name, parts in heads.items()}) for i in range(len(sizes))
         ]
+
+    def head(self, name: str, features: Tensor) -> Tensor:
+        """One further head on given features, such as detached ones."""
+        output: Tensor = self.network.heads[name](features)
+        return output
+
+    def shifted(self, offsets: Mapping[str, Tensor], images: Tensor) -> Output:
+        """What the network would say with its parameters moved by constant offsets; gradients reach the parameters."""
+        moved = {name: self.network.get_parameter(name) + offset for name, offset in offsets.items()}
+        output: Output = functional_call(self.network, moved, (images,))
+        return output
 
     def frozen(self) -> "FrozenNet":
         """A copy of the network as it is now, in evaluation mode and without gradients: a teacher."""
@@ -60,8 +75,22 @@ class Net:
         return list(self.network.state_dict())
 
     def trained_names(self) -> list[str]:
-        """Names of the weights that training may change: all but static batch-norm statistics."""
-        return [name for name in self.state_names() if self.batchnorm != "static" or name not in self._buffers]
+        """Names of the weights that clients train and send: no static statistics, nothing private."""
+        match self.batchnorm:
+            case "static":
+                unsent = self._buffers
+            case "local":
+                unsent = self._buffers | set(self._batchnorm)
+            case _:
+                unsent = self._buffers - set(self._batchnorm)
+        return [name for name in self.state_names() if name not in unsent]
+
+    def private(self) -> Weights:
+        """What never leaves a client: with "local" batch norm (FedBN) all of those layers."""
+        if self.batchnorm != "local":
+            return {}
+        state = self.network.state_dict()
+        return {name: state[name].detach().clone() for name in self._batchnorm}
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:

@@ -1,14 +1,26 @@
 """Objectives that several methods share, composed of the formulas in `losses`."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from semifed.data.client import Batch
+from semifed.data.client import Batch, Samples
 from semifed.fit import Loss
-from semifed.losses import cross_entropy, masked_mean, mean
+from semifed.losses import (
+    cross_entropy,
+    masked_mean,
+    mean,
+    ova_entropy,
+    ova_negatives,
+    ova_positive,
+    pseudo_negatives,
+    soft_open_consistency,
+)
 from semifed.models.network import Output
 from semifed.net import Net
-from semifed.pseudo import PseudoLabels
+from semifed.pseudo import Gates, PseudoLabels
 
 
 def supervised(net: Net, batch: Batch) -> Loss:
@@ -40,3 +52,70 @@ def plus(loss: Loss, name: str, weight: float, term: Tensor) -> Loss:
     if not loss.value.requires_grad:
         return loss
     return loss._replace(value=loss.value + weight * term, terms={**loss.terms, name: term})
+
+
+class OpenSetWeights(NamedTuple):
+    """Weights of SSB's terms on unlabelled images; `detector` scales all of the detector's."""
+
+    consistency: float
+    detector: float
+    entropy: float
+    socr: float
+    negative: float
+
+
+class OpenSetViews(NamedTuple):
+    """A network's outputs on SSB's three views of unlabelled images."""
+
+    weak: Output
+    flipped: Output
+    strong: Output
+
+
+def open_set_supervised(
+    net: Net, labelled: Samples, detector_weight: float, *, strong_too: bool
+) -> tuple[Loss, list[Output]]:
+    """SSB's loss on labels: cross entropy, and one-vs-all with the negatives of two weak and two strong views.
+
+    `strong_too` takes the strong views into the cross entropy as well; 0 where there are no labels. The outputs
+    on the four views come with it.
+    """
+    if len(labelled) == 0:
+        return Loss(torch.zeros(()), {}), []
+    labels = labelled.labels
+    views = [net(view) for view in (labelled.weak, labelled.flipped, labelled.strong, labelled.strong_again)]
+    weak = views[:2]
+    cross = mean_over([cross_entropy(view.logits, labels) for view in (views if strong_too else weak)])
+    positive = mean_over([ova_positive(view.heads["ova"], labels) for view in weak])
+    negative = mean_over([ova_negatives(view.heads["ova"], labels) for view in views])
+    detector = positive + negative
+    return Loss(cross + detector_weight * detector, {"supervised": cross, "detector": detector}), views
+
+
+def open_set_unsupervised(
+    net: Net, unlabelled: Samples, gates: Gates, used: Tensor, weights: OpenSetWeights
+) -> tuple[Loss, OpenSetViews]:
+    """SSB's loss on unlabelled images: consistency of those in use, and the detector's entropy, SOCR and negatives."""
+    # One pass a view: each is normalised by its own statistics, the weak ones by nearly those of plain images.
+    views = OpenSetViews(net(unlabelled.weak), net(unlabelled.flipped), net(unlabelled.strong))
+    first, second, strong = (view.heads["ova"] for view in views)
+    consistency = masked_mean(cross_entropy(views.strong.logits, gates.label), used)
+    entropy = mean_over([ova_entropy(first), ova_entropy(second)])
+    socr = mean(soft_open_consistency(first, second))
+    negative = mean(pseudo_negatives(strong, gates.negative))
+    detector = weights.entropy * entropy + weights.socr * socr + weights.negative * negative
+    return Loss(
+        weights.consistency * consistency + weights.detector * detector,
+        {"consistency": consistency, "entropy": entropy, "socr": socr, "negative": negative},
+        pseudo=PseudoLabels(unlabelled.position, gates.label, used),
+    ), views
+
+
+def mean_over(views: Sequence[Tensor]) -> Tensor:
+    """The mean over several views of a batch."""
+    return mean(torch.cat(list(views)))
+
+
+def together(labelled: Loss, unlabelled: Loss) -> Loss:
+    """The sum of two losses on different images; sums and pseudo-labels are those of the second."""
+    return unlabelled._replace(value=labelled.value + unlabelled.value, terms={**labelled.terms, **unlabelled.terms})

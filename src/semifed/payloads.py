@@ -7,7 +7,9 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from semifed.data.client import ClientData
+from semifed.models.network import Output
 from semifed.net import FrozenNet
+from semifed.pseudo import known_score
 from semifed.rng import torch_stream
 from semifed.wire import Weights
 
@@ -16,6 +18,13 @@ class Server(NamedTuple):
     """What the server remembers from round to round."""
 
     weights: Weights
+
+
+class Averaged(NamedTuple):
+    """A server that averages its model over rounds."""
+
+    weights: Weights  # in training
+    average: Weights  # over rounds; never leaves the server
 
 
 class Down(NamedTuple):
@@ -90,5 +99,16 @@ class Local(NamedTuple, Generic[C, K]):
 class Prediction(NamedTuple):
     """What the delivered model says of images."""
 
-    probabilities: Tensor  # [n, known classes]
-    unknown: Tensor  # [n], grows with unknown-ness
+    logits: Tensor  # [n, known classes]
+    unknown: Tensor  # [n], the method's own score, grows with unknown-ness
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Of the known classes, [n, known classes]."""
+        return self.logits.softmax(dim=1)
+
+
+def detected(output: Output) -> Prediction:
+    """SSB's answer: the classifier names the class, the detector of that class says how unknown it is."""
+    score = known_score(output.heads["ova"], output.logits.argmax(dim=1))
+    return Prediction(output.logits, 1 - score)

@@ -115,7 +115,8 @@ class ModelTable(Table):
         | None
     ) = None
     head: Annotated[Text, AfterValidator(_not_too_wide)] = "linear"
-    batchnorm: Literal["auto", "static", "tracked"] = "auto"
+    batchnorm: Literal["auto", "static", "tracked", "local"] = "auto"
+    heads: Mapping[str, Annotated[Text, AfterValidator(_not_too_wide)]] = {}  # sizes of heads a method asks for
 
 
 class ViewsTable(Table):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from semifed.assembly import Parts, assemble, build_workplace, optimiser
+from semifed.assembly import Parts, assemble, build_workplace, further_heads, optimiser
 from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
@@ -64,6 +64,7 @@ class RoundLoop:
             batch=recipe.server.batch,
             warmup_epochs=recipe.server.warmup_epochs,
             finetune_epochs=recipe.server.finetune_epochs,
+            rounds=recipe.rounds,
             seed=recipe.seed,
         )
         self._server_lr = self.site.lr
@@ -91,7 +92,7 @@ class RoundLoop:
     def _setup(self) -> tuple[Any, Evaluation]:
         started = perf_counter()
         server = self.method.setup(self.site.net.state(), self.site)
-        evaluation = self.evaluator.test(self.method, self.site.net, self.method.delivered(server))
+        evaluation = self._test(server)
         self._record(0, server, evaluation, perf_counter() - started, [], {}, 0, 0)
         return server, evaluation
 
@@ -124,10 +125,17 @@ class RoundLoop:
 
         server = self.method.round(server, ask, self.site)
         due = round_ % recipe.evaluate.every == 0 or round_ == recipe.rounds
-        evaluation = self.evaluator.test(self.method, self.site.net, self.method.delivered(server)) if due else None
+        evaluation = self._test(server) if due else None
         changed = {answer.record.client: answer.held for answer in answers if isinstance(answer, Reply)}
         self._record(round_, server, evaluation, perf_counter() - started, answers, changed, *traffic)
         return server, evaluation
+
+    def _test(self, server: Any) -> Evaluation:
+        evaluation = self.evaluator.test(self.method, self.site.net, self.method.delivered(server))
+        for prefix, weights in self.method.also_tested(server).items():
+            beside = self.evaluator.test(self.method, self.site.net, weights, foreign=False)
+            evaluation.metrics.update({f"{prefix}.{name}": value for name, value in beside.metrics.items()})
+        return evaluation
 
     def _record(
         self,
@@ -174,7 +182,7 @@ class RoundLoop:
             weights,
             {
                 "model": self.recipe.model.model_dump(exclude_none=True, mode="json"),
-                "heads": dict(self.method.heads),
+                "heads": further_heads(self.recipe, self.method),
                 "method": self.recipe.plain()["method"],
                 "image": {"channels": dataset.x_train.shape[1], "size": list(dataset.x_train.shape[2:])},
                 "classes": self.scenario.class_names(),

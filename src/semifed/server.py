@@ -1,12 +1,14 @@
 """The server's own workplace: its labelled images, if it has any, and training on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from semifed.data.client import Batch, Budget, ClientData, batches
+from semifed.aggregate import moving_average
+from semifed.data.client import Batch, Budget, ClientData, batches, steps_per_epoch
 from semifed.fit import Loss, Optimiser, fit
+from semifed.models.network import Output
 from semifed.net import Net
 from semifed.rng import torch_stream
 from semifed.wire import Weights
@@ -24,11 +26,13 @@ class ServerSite:
         batch: int,
         warmup_epochs: int,
         finetune_epochs: int,
+        rounds: int,
         seed: int,
     ) -> None:
         self.net = net
         self.labelled = labelled
         self.round = 0
+        self.rounds = rounds
         self.lr = optimiser.lr
         self.notes: dict[str, object] = {}
         self._optimiser = optimiser
@@ -41,9 +45,19 @@ class ServerSite:
         """Weights after the server's training before the first round; unchanged if it holds no labels."""
         return self._train(weights, loss, self._warmup_epochs, "warm-up")
 
-    def fine_tune(self, weights: Weights, loss: Callable[[Net, Batch], Loss]) -> Weights:
+    def fine_tune(
+        self,
+        weights: Weights,
+        loss: Callable[[Net, Batch], Loss],
+        after_epoch: Callable[[Weights], None] = lambda _: None,
+    ) -> Weights:
         """Weights after the server's training within a round; unchanged if it holds no labels."""
-        return self._train(weights, loss, self._finetune_epochs, "fine-tune")
+        return self._train(weights, loss, self._finetune_epochs, "fine-tune", after_epoch)
+
+    def averaged(self, average: Weights, weights: Weights, decay: float) -> Weights:
+        """The moving average over rounds after one more; an untrained start counts for nothing."""
+        untrained = self.round == 1 and (self.labelled is None or self._warmup_epochs == 0)
+        return moving_average(weights if untrained else average, weights, decay)
 
     def recalibrated(self, weights: Weights) -> Weights:
         """The same weights with batch-norm statistics of the server's own, un-augmented images."""
@@ -59,6 +73,14 @@ class ServerSite:
             return torch.empty(0)
         return self.labelled.views.plain(self.labelled.images[self.labelled.labelled])
 
+    @torch.no_grad()
+    def outputs(self, weights: Weights) -> Output | None:
+        """What a network with these weights says of the server's images, un-augmented; None if it has none."""
+        if self.labelled is None:
+            return None
+        self.net.load(weights)
+        return self.net(self.plain_images())
+
     def stream(self, purpose: str) -> torch.Generator:
         """A random stream of this round for the server."""
         return torch_stream(self._seed, self.round, "server", purpose)
@@ -67,17 +89,28 @@ class ServerSite:
         """Hand diagnostics to this round's record."""
         self.notes |= facts
 
-    def _train(self, weights: Weights, loss: Callable[[Net, Batch], Loss], epochs: int, purpose: str) -> Weights:
-        if self.labelled is None:
+    def _train(
+        self,
+        weights: Weights,
+        loss: Callable[[Net, Batch], Loss],
+        epochs: int,
+        purpose: str,
+        after_epoch: Callable[[Weights], None] = lambda _: None,
+    ) -> Weights:
+        labelled = self.labelled
+        if labelled is None:
             return weights
         self.net.load(weights)
         budget = Budget(epochs=epochs, steps=None, batch=self._batch)
         address = (self._seed, self.round, "server", purpose)
-        fitted = fit(
-            self.net,
-            batches(self.labelled, budget, address),
-            loss,
-            self._optimiser._replace(lr=self.lr),
-        )
+        per_epoch = steps_per_epoch(len(labelled.labelled), self._batch)
+
+        def steps() -> Iterator[Batch]:
+            for count, batch in enumerate(batches(labelled, budget, address), start=1):
+                yield batch  # the loop comes back for the next batch when this one's step is done
+                if count % per_epoch == 0:
+                    after_epoch(self.net.state())
+
+        fitted = fit(self.net, steps(), loss, self._optimiser._replace(lr=self.lr))
         self.note(server_loss=fitted.terms)
         return self.recalibrated(self.net.state())

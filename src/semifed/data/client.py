@@ -30,10 +30,17 @@ class ClientData(NamedTuple):
             return len(self.labelled) + len(self.unlabelled)
         return int(torch.unique(torch.cat([self.labelled, self.unlabelled])).numel())
 
-    @torch.no_grad()
-    def plain_outputs(self, net: "Classifies", batch: int = 512) -> Output:
+    def plain_outputs(self, net: "Classifies") -> Output:
         """What the network says of all unlabelled images, un-augmented."""
-        chunks = self.unlabelled.split(batch) or (self.unlabelled,)
+        return self._outputs(net, self.unlabelled)
+
+    def labelled_outputs(self, net: "Classifies") -> Output:
+        """What the network says of all labelled images, un-augmented."""
+        return self._outputs(net, self.labelled)
+
+    @torch.no_grad()
+    def _outputs(self, net: "Classifies", positions: Tensor, batch: int = 512) -> Output:
+        chunks = positions.split(batch) or (positions,)
         parts = [net(self.views.plain(self.images[chunk])) for chunk in chunks]
         heads = {name: torch.cat([part.heads[name] for part in parts]) for name in parts[0].heads}
         return Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), heads)
@@ -62,7 +69,7 @@ class Samples:
     @property
     def looked_at(self) -> bool:
         """Whether any view was drawn: labels-only methods never look at unlabelled images."""
-        return bool({"plain", "weak", "strong", "flipped"} & vars(self).keys())
+        return bool({"plain", "weak", "strong", "strong_again", "flipped"} & vars(self).keys())
 
     @cached_property
     def plain(self) -> Tensor:
@@ -72,17 +79,26 @@ class Samples:
     @cached_property
     def weak(self) -> Tensor:
         """The weakly augmented view."""
-        return self._views.weak(self.raw, torch_stream(*self._address, "weak"))
+        return self._views.weak(self.raw, self.stream("weak"))
 
     @cached_property
     def strong(self) -> Tensor:
         """The strongly augmented view."""
-        return self._views.strong(self.raw, torch_stream(*self._address, "strong"))
+        return self._views.strong(self.raw, self.stream("strong"))
+
+    @cached_property
+    def strong_again(self) -> Tensor:
+        """A second strongly augmented view."""
+        return self._views.strong(self.raw, self.stream("strong again"))
 
     @cached_property
     def flipped(self) -> Tensor:
         """The second weak view of the SSB family: a random horizontal flip only."""
-        return self._views.flip(self.raw, torch_stream(*self._address, "flipped"))
+        return self._views.flip(self.raw, self.stream("flipped"))
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """A random stream of this step."""
+        return torch_stream(*self._address, purpose)
 
 
 class Batch(NamedTuple):
@@ -112,7 +128,7 @@ def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Itera
     size = budget.batch * budget.unlabelled_ratio if len(data.unlabelled) else budget.batch
     order = _epochs(len(leading), size, torch_stream(*address, "order"))
     labelled = _endless(len(data.labelled), budget.batch, torch_stream(*address, "labelled"))
-    per_epoch = len(_cuts(len(leading), size))
+    per_epoch = steps_per_epoch(len(leading), size)
     steps = budget.steps if budget.steps is not None else (budget.epochs or 0) * per_epoch
     nothing = torch.empty(0, dtype=torch.int64)
     for step in range(steps):
@@ -128,6 +144,11 @@ def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Itera
 
 def _samples(data: ClientData, held: Tensor, position: Tensor, labels: Tensor, address: tuple[Key, ...]) -> Samples:
     return Samples(data.images[held[position]], position, labels, data.views, address)
+
+
+def steps_per_epoch(count: int, size: int) -> int:
+    """Batches in one pass over so many images."""
+    return len(_cuts(count, size))
 
 
 def _cuts(count: int, size: int) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ from semifed.wire import from_arrays, to_arrays
 ATTEMPTS = 2  # a client whose worker died is redone once
 START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
-PackedHeld = tuple[dict[str, Any], dict[str, Any]]
+PackedHeld = tuple[dict[str, Any], ...]  # as in `Held`
 
 
 class LocalEngine:
@@ -301,13 +301,13 @@ class _Worker:
 
 
 def _pack_held(held: Held) -> PackedHeld:
-    kept = {name: array.numpy() for name, array in to_arrays(held.kept).items()}
-    return kept, {name: array.numpy() for name, array in held.momentum.items()}
+    parts = (to_arrays(held.kept), held.momentum, held.private)
+    return tuple({name: array.numpy() for name, array in part.items()} for part in parts)
 
 
 def _unpack_held(packed: PackedHeld, kept_type: type) -> Held:
-    kept, momentum = ({name: torch.from_numpy(array) for name, array in part.items()} for part in packed)
-    return Held(from_arrays(kept_type, kept), momentum)
+    kept, *weights = ({name: torch.from_numpy(array) for name, array in part.items()} for part in packed)
+    return Held(from_arrays(kept_type, kept), *weights)
 
 
 def _pack_record(record: ClientRecord) -> ClientRecord:
