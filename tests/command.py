@@ -14,6 +14,8 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from semifed.recipe import load_recipe
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer imports names that the newest click is about to drop
     from semifed.cli import main
@@ -46,6 +48,20 @@ def written(path: Path, tables: Mapping[str, Any]) -> str:
     """The tables as a recipe file."""
     path.write_text(tomli_w.dumps(tables))
     return str(path)
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in tables.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
+def changes(one: str, other: str) -> dict[str, Any]:
+    """What the second recipe says differently, None where it says nothing."""
+    old, new = flat(load_recipe(one).plain()), flat(load_recipe(other).plain())
+    return {key: new.get(key) for key in old | new if old.get(key) != new.get(key)}
 
 
 def semifed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Outcome:

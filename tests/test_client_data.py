@@ -182,8 +182,59 @@ def test_plain_logits_are_those_of_the_plain_images(unlabelled: int) -> None:
     generator = torch.Generator().manual_seed(0)
     net = Net(build_network("cnn", channels=1, size=(8, 8), classes=3, width=(4, 4, 8), generator=generator), "static")
     data = data_of(3, unlabelled)
-    found = data.plain_outputs(net, batch=3).logits
+    found = data.plain_outputs(net).logits
     assert found.shape == (unlabelled, 3)
     assert not found.requires_grad
     if unlabelled:
         torch.testing.assert_close(found, net(VIEWS.plain(IMAGES[data.unlabelled])).logits.detach())
+
+
+def test_outputs_in_several_batches_are_those_of_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    network = build_network(
+        "cnn", channels=1, size=(8, 8), classes=3, width=(4, 4, 8), further={"side": 5}, generator=generator
+    )
+    net, data = Net(network, "static"), data_of(30, 100)
+    many = data._replace(unlabelled=data.unlabelled.repeat(6))
+    for found, positions in (
+        (many.plain_outputs(net), many.unlabelled),
+        (many.labelled_outputs(net), data.labelled),
+    ):
+        whole = net(VIEWS.plain(IMAGES[positions]))
+        torch.testing.assert_close(found.logits, whole.logits.detach())
+        torch.testing.assert_close(found.features, whole.features.detach())
+        torch.testing.assert_close(found.heads["side"], whole.heads["side"].detach())
+
+
+def test_the_second_strong_view_is_another_one_and_always_the_same() -> None:
+    (one, *_), (again, *_) = (drawn(data_of(9, 40), Budget(1, None, 8)) for _ in range(2))
+    for part, same in zip(one, again, strict=True):
+        second = same.strong_again  # asked for first: views do not depend on the order
+        assert torch.equal(part.strong, same.strong)
+        assert torch.equal(part.strong_again, second)
+        assert not torch.equal(part.strong, part.strong_again)
+        assert part.strong_again.shape == part.strong.shape
+        assert part.strong_again is part.strong_again
+
+
+def test_streams_belong_to_step_part_and_purpose() -> None:
+    first, second = drawn(data_of(9, 40), Budget(None, 2, 8))
+    again = drawn(data_of(9, 40), Budget(None, 2, 8))[0]
+    streams = [
+        first.unlabelled.stream("mix"),
+        first.unlabelled.stream("other"),
+        first.labelled.stream("mix"),
+        second.unlabelled.stream("mix"),
+    ]
+    draws = [torch.rand(4, generator=stream) for stream in streams]
+    assert len({tuple(draw.tolist()) for draw in draws}) == 4
+    assert torch.equal(draws[0], torch.rand(4, generator=again.unlabelled.stream("mix")))
+
+
+@pytest.mark.parametrize("view", ["plain", "weak", "strong", "strong_again", "flipped"])
+def test_a_batch_knows_whether_anybody_looked(view: str) -> None:
+    step = drawn(data_of(4, 8), Budget(1, None, 4))[0]
+    assert not step.unlabelled.looked_at
+    getattr(step.unlabelled, view)
+    assert step.unlabelled.looked_at
+    assert not step.labelled.looked_at

@@ -100,3 +100,60 @@ def test_state_and_load_are_inverse() -> None:
     other.load({name: tensor * 2 for name, tensor in other.state().items()})
     other.load(net.state())
     assert equal_weights(net.state(), other.state())
+
+
+def test_a_head_can_be_asked_about_given_features() -> None:
+    net = small_net()
+    seen = net(images(4))
+    for name in ("ova", "side"):
+        torch.testing.assert_close(net.head(name, seen.features), seen.heads[name])
+    detached = net.head("side", seen.features.detach())
+    detached.sum().backward()
+    reached = {name for name, parameter in net.named_parameters().items() if parameter.grad is not None}
+    assert reached == {name for name in net.named_parameters() if name.startswith("heads.side")}
+
+
+def test_a_shifted_network_answers_and_teaches_as_one_whose_parameters_were_moved() -> None:
+    net, moved = small_net(), small_net()
+    generator = torch.Generator().manual_seed(4)
+    names = [name for name in net.named_parameters() if "convs.1" in name or name.startswith("classifier")]
+    offsets = {name: torch.randn(net.state()[name].shape, generator=generator) for name in names}
+    moved.load({name: moved.state()[name] + offset for name, offset in offsets.items()})
+    before = net.state()
+    for one in (net, moved):
+        one.network.train()
+    seen, expected = net.shifted(offsets, images(5)), moved(images(5))
+    torch.testing.assert_close(seen.logits, expected.logits)
+    torch.testing.assert_close(seen.heads["ova"], expected.heads["ova"])
+    for output in (seen, expected):
+        (output.logits.square().sum() + output.heads["ova"].sum()).backward()
+    for name, parameter in net.named_parameters().items():
+        slope = moved.named_parameters()[name].grad
+        assert (parameter.grad is None) == (slope is None)
+        if slope is not None:
+            torch.testing.assert_close(parameter.grad, slope)
+    assert equal_weights(net.state(), before)
+    assert not torch.allclose(net(images(5)).logits, seen.logits)
+
+
+def test_private_layers_are_neither_sent_nor_trained_for_others() -> None:
+    net = small_net("local")
+    normalising = {name for name in net.state() if "norms." in name}
+    assert len(normalising) == 12
+    assert set(net.private()) == normalising
+    assert set(net.trained_names()) == set(net.state()) - normalising
+    assert small_net("static").private() == small_net("tracked").private() == {}
+    copy = net.private()
+    for tensor in copy.values():
+        tensor.fill_(9)
+    assert not equal_weights(copy, net.private())
+
+
+@pytest.mark.parametrize(("batchnorm", "records"), [("static", False), ("tracked", True), ("local", True)])
+def test_who_records_statistics(batchnorm: str, records: bool) -> None:
+    net = small_net(batchnorm)
+    before = net.state()
+    net.network.train()
+    net(images(6))
+    changed = {name for name, tensor in net.state().items() if not torch.equal(tensor, before[name])}
+    assert changed == ({name for name in before if "running_" in name} if records else set())

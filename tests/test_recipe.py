@@ -1,5 +1,6 @@
 """Recipes: built-in ones, overrides, alternatives, and the resolved file of a run."""
 
+import json
 import tomllib
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from command import tiny_tables, written
+from command import changes, flat, semifed, tiny_tables, written
+from semifed import listing
 from semifed.complaint import shown, shown_key
 from semifed.errors import UserError, nearest
 from semifed.override import parsed_value, split_values
@@ -192,3 +194,169 @@ def test_the_order_of_overrides_does_not_matter() -> None:
 def test_naming_the_recipes_own_method_keeps_its_fields() -> None:
     assert load_recipe("sage/fashion-mini", ["method=fixmatch-gpl"]).method["threshold"] == 0.8
     assert "threshold" not in load_recipe("sage/fashion-mini", ["method=fixmatch-lpl"]).method
+
+
+def file(path: Path, **tables: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return written(path, tables)
+
+
+CHANGES = (
+    {"rounds": 7},
+    {"rounds": 7, "seed": 3},
+    {"local": {"epochs": 2}},
+    {"local": {"lr": 0.5, "batch": 4}},
+    {"scenario": {"known": [1, 2], "classes": "open"}},
+    {"scenario": {"labels": "clients", "labelled_fraction": 0.5}},
+    {"model": {"width": [4, 4, 4]}},
+    {"model": {"heads": {"ova": "linear"}}},
+    {"evaluate": {"unseen": ["uniform"]}},
+    {"method": "server-only"},
+    {"method": {"threshold": 0.7}},
+    {"method": {"name": "openfl", "ema": 0.5}},
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_extending_a_recipe_is_overriding_it(tmp_path: Path, change: dict[str, Any]) -> None:
+    base = file(tmp_path / "base.toml", **tiny_tables())
+    child = load_recipe(file(tmp_path / "child.toml", extends="base.toml", **change))
+    texts = []
+    for key, value in change.items():
+        named = isinstance(value, dict) and "name" in value  # a method with options: its name is an override too
+        texts += [f"{key}={value['name']}"] if named else []
+        leaves = flat({key: value}).items()
+        texts += [f"{leaf}={text if isinstance(text, str) else json.dumps(text)}" for leaf, text in leaves]
+    assert child == load_recipe(base, texts)
+
+
+def test_a_recipe_with_no_change_of_its_own_is_the_extended_one(tmp_path: Path) -> None:
+    assert load_recipe(file(tmp_path / "same.toml", extends="quickstart")) == load_recipe("quickstart")
+
+
+def test_tables_are_merged_and_lists_replaced(tmp_path: Path) -> None:
+    base = "openfl/table1-cifar10-lb240-iid"
+    mine = file(
+        tmp_path / "mine.toml", extends=base, model={"heads": {"ova": "linear"}}, evaluate={"unseen": ["uniform"]}
+    )
+    assert changes(base, mine) == {"model.heads.ova": "linear", "evaluate.unseen": ["uniform"]}
+
+
+def test_files_are_found_from_where_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file(tmp_path / "bases" / "first.toml", **tiny_tables())
+    file(tmp_path / "bases" / "second.toml", extends="first.toml", rounds=5, seed=5)
+    third = file(tmp_path / "own" / "third.toml", extends="../bases/second.toml", rounds=6)
+    (tmp_path / "elsewhere").mkdir()
+    for where in ("elsewhere", "own", "bases"):
+        monkeypatch.chdir(tmp_path / where)
+        loaded = load_recipe(third, ["local.lr=0.25"])
+        assert (loaded.rounds, loaded.seed, loaded.local.lr, loaded.local.batch) == (6, 5, 0.25, 8)
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("own/third.toml").rounds == 6
+
+
+def test_the_example_of_the_handbook_is_a_recipe(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    example = tmp_path / "example.toml"
+    example.write_text(page.split("```toml\n")[1].split("```")[0], encoding="utf-8")
+    assert changes("openfl/table1-cifar10-lb240-dir0.3", str(example)) == {
+        "rounds": 300,
+        "model.name": "resnet8",
+        "evaluate.unseen": ["gaussian", "pictures/unseen.npz"],
+    }
+
+
+def test_a_long_chain_needs_no_deep_stack(tmp_path: Path) -> None:
+    file(tmp_path / "0.toml", **tiny_tables())
+    for depth in range(1, 1500):
+        (tmp_path / f"{depth}.toml").write_text(f'extends = "{depth - 1}.toml"\nseed = {depth}\n')
+    assert load_recipe(str(tmp_path / "1499.toml")).seed == 1499
+
+
+@pytest.mark.parametrize("name", ["openfl/table1-cifar100-80-20-dir0.1", "openfl/table4-cifar100-fedssb-ema-iid"])
+def test_the_resolved_file_stands_alone(tmp_path: Path, name: str) -> None:
+    text = load_recipe(name).to_toml()
+    assert "extends" not in tomllib.loads(text)
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    assert load_recipe(str(path)) == check_recipe(load_recipe(name).plain())
+    assert changes(name, str(path)) == {}
+
+
+def test_both_alternatives_in_an_extending_file_contradict(tmp_path: Path) -> None:
+    mine = file(tmp_path / "mine.toml", extends="quickstart", local={"epochs": 1, "steps": 1})
+    with pytest.raises(UserError, match="give epochs or steps, not both"):
+        load_recipe(mine)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends = 3", "extends: 3 is not text"),
+        ("extends = true", "extends: true is not text"),
+        ("extends = ['quickstart']", "extends: ['quickstart'] is not text"),
+        ("extends = {name = 'quickstart'}", "extends: a table is not text"),
+        ("extends = ''", "extends: there is no recipe ''; 'semifed list recipes' shows them"),
+        ("extends = 'quickstrt'", "extends: there is no recipe 'quickstrt'; did you mean 'quickstart'?"),
+        ("extends = 'openfl/table1-fashion-dir0.2'", "did you mean 'openfl/table1-fashion-dir0.3'?"),
+        ("extends = 'a\\nb'", "extends: there is no recipe 'a\\\\nb'"),
+        ("extends = 'absent.toml'", "absent.toml cannot be read: No such file"),
+        ('extends = "nul\\u0000l.toml"', "extends: recipe"),
+        ("extends = 'broken.toml'", "broken.toml is not valid TOML"),
+        ("extends = 'binary.toml'", "binary.toml cannot be read: it is no text"),
+        ("extends = 'folder.toml'", "folder.toml cannot be read: Is a directory"),
+        ("extends = 'loop.toml'", "loop.toml cannot be read: Too many levels"),
+        ("extends = 'wrong.toml'", "extends: 5 is not text"),
+        ("extends = 'mine.toml'", "extends: 'mine.toml' leads back to itself"),
+        ("extends = './../here/mine.toml'", "leads back to itself"),
+        ("extends = 'back.toml'", "extends: '../here/mine.toml' leads back to itself"),
+        ("extends = 'deep.toml'\n" + ".".join("a" * 3000) + " = 1", "mine.toml is nested too deeply"),
+        ("extends = 'quickstart'\nrouds = 3", "rouds: unknown key; did you mean 'rounds'?"),
+        ("extends = 'quickstart'\nlocal = 3", "local: 3 is not a table"),
+        ("extends = 'quickstart'\nmethod = 3", "method: 3 is not a table"),
+        ("extends = 'quickstart'\nmethod = {}\nrounds = {a = 1}", "rounds: a table is not a whole number"),
+        ("extends = 'quickstart'\n[method]\nname = 3", "method.name: 3 is not text"),
+        ("extends = 'quickstart'\n[method]\nextends = 'openfl'", "method.extends: unknown key"),
+    ],
+)
+def test_wrong_bases_are_refused_in_a_line_that_names_the_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    here = tmp_path / "here"
+    (here / "folder.toml").mkdir(parents=True)
+    (here / "broken.toml").write_text("rounds = = 3")
+    (here / "binary.toml").write_bytes(bytes(range(256)))
+    (here / "loop.toml").symlink_to(here / "loop.toml")
+    (here / "wrong.toml").write_text("extends = 5")
+    (here / "back.toml").write_text("extends = '../here/mine.toml'")
+    (here / "deep.toml").write_text(".".join("a" * 3000) + " = 1")
+    (here / "mine.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    outcome = semifed(capsys, "run", "here/mine.toml")
+    assert (outcome.code, outcome.out) == (2, ""), outcome
+    assert outcome.err.startswith("error: ")
+    assert message in outcome.err
+    assert outcome.err.count("\n") <= 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_base_cannot_be_given_on_the_command_line(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    outcome = semifed(capsys, "run", recipe, "extends=quickstart")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: extends: belongs in a recipe file")
+
+
+def test_a_misspelt_recipe_that_ends_in_a_number_gets_a_hint() -> None:
+    with pytest.raises(UserError, match=r"did you mean 'openfl/table1-fashion-dir0\.3'\?"):
+        load_recipe("openfl/table1-fashon-dir0.3")
+
+
+def test_listed_recipes_name_the_method_they_inherit() -> None:
+    rows = {row["name"]: row for row in listing.recipes()}
+    assert rows["openfl/table2-cifar10-ema0"]["method"] == "openfl"
+    assert rows["openfl/table4-cifar10-fedssb-iid"]["method"] == "fedssb"
+    for name, row in rows.items():
+        assert row["method"] == load_recipe(name).method["name"]
+        assert len(row["what"]) > 30, name
+    assert len({row["what"] for row in rows.values()}) == len(rows)

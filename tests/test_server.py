@@ -29,6 +29,7 @@ def site_of(labels: str = "server", warmup: int = 2, finetune: int = 1) -> Serve
         batch=5,
         warmup_epochs=warmup,
         finetune_epochs=finetune,
+        rounds=10,
         seed=3,
     )
 
@@ -99,3 +100,47 @@ def test_notes_gather() -> None:
     site.note(one=1)
     site.note(two=2)
     assert site.notes == {"one": 1, "two": 2}
+
+
+@pytest.mark.parametrize(("warmup", "labels"), [(2, "server"), (0, "server"), (2, "clients")])
+def test_an_untrained_start_counts_for_nothing_in_the_average(warmup: int, labels: str) -> None:
+    site = site_of(labels, warmup=warmup)
+    old, new = {"kernel": torch.tensor([1.0])}, {"kernel": torch.tensor([3.0])}
+    trained = warmup > 0 and labels == "server"
+    site.round = 1
+    assert float(site.averaged(old, new, 0.75)["kernel"]) == pytest.approx(1.5 if trained else 3.0)
+    site.round = 2
+    assert float(site.averaged(old, new, 0.75)["kernel"]) == pytest.approx(1.5)
+
+
+def test_after_each_epoch_of_fine_tuning_its_weights_are_shown() -> None:
+    """What is shown after epoch e is what a server with e epochs ends with, statistics aside."""
+    shown: list[dict[str, torch.Tensor]] = []
+    site = site_of(finetune=3)
+    start = small_net().state()
+    final = site.fine_tune(start, supervised, shown.append)
+    assert len(shown) == 3
+    for epochs, weights in enumerate(shown, start=1):
+        shorter = site_of(finetune=epochs).fine_tune(start, supervised)
+        for name in weights:
+            assert "running_" in name or torch.equal(weights[name], shorter[name])
+    assert all(torch.equal(shown[2][name], final[name]) for name in final if "running_" not in name)
+    assert not torch.equal(shown[0]["classifier.weight"], shown[1]["classifier.weight"])
+
+
+def test_no_epoch_is_shown_where_none_is_trained() -> None:
+    shown: list[dict[str, torch.Tensor]] = []
+    site_of(finetune=0).fine_tune(small_net().state(), supervised, shown.append)
+    site_of("clients").fine_tune(small_net("clients").state(), supervised, shown.append)
+    assert shown == []
+
+
+def test_outputs_are_those_of_the_plain_images_in_evaluation() -> None:
+    site, net = site_of(), small_net()
+    weights = site.recalibrated(net.state())
+    net.load(weights)
+    seen = site.outputs(weights)
+    assert seen is not None
+    torch.testing.assert_close(seen.logits, net(site.plain_images()).logits.detach())
+    assert not seen.logits.requires_grad
+    assert site_of("clients").outputs(small_net("clients").state()) is None

@@ -9,6 +9,7 @@ from torch import Tensor
 from semifed.wire import Weights
 
 FEWEST_GATED = 5  # a mean over fewer samples says nothing of a client
+HOPELESS = 1e-12  # clients this much less trusted than the best are alike: no claim may stretch the scale further
 
 
 def shares(counts: Sequence[float] | Tensor) -> Tensor:
@@ -21,6 +22,17 @@ def shares(counts: Sequence[float] | Tensor) -> Tensor:
 def equal_shares(counts: Sequence[float]) -> Tensor:
     """The same share for everyone who has anything to tell."""
     return shares([float(count > 0) for count in counts])
+
+
+def doubtful_shares(counts: Sequence[float], confidence: Sequence[float]) -> Tensor:
+    """(FL)²'s weights, 1 − τ_g scaled to sum to 1, of those who have anything to tell; equal if none of them doubts.
+
+    Whatever a client claims, its τ_g counts as lying between 0 and 1; what is no number counts as 1.
+    """
+    claimed = torch.as_tensor(confidence, dtype=torch.float64).nan_to_num(nan=1.0).clamp(0, 1)
+    active = torch.as_tensor(counts, dtype=torch.float64) > 0
+    doubt = (1 - claimed) * active
+    return shares(doubt) if doubt.sum() > 0 else equal_shares(counts)
 
 
 def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
@@ -51,12 +63,13 @@ def reliability_shares(losses: Sequence[float], epsilon: float, most: float) -> 
     count = len(trust)
     if not trust.sum() > 0:
         return shares(torch.ones(count))
+    trust = trust.clamp(min=float(trust.max()) * HOPELESS)
     low, high = 1 / (most * count), most / count
 
     def bounded(scale: float) -> Tensor:
         return (trust * scale).clamp(low, high)
 
-    below, above = 0.0, high / float(trust[trust > 0].min())
+    below, above = 0.0, high / float(trust.min())
     for _ in range(100):  # the sum grows with the scale: halve the bracket until it is exact
         middle = (below + above) / 2
         below, above = (middle, above) if float(bounded(middle).sum()) < 1 else (below, middle)

@@ -81,7 +81,7 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
     recipe, scenario = parts.recipe, parts.scenario
     images = scenario.dataset.x_train
-    evaluator = Evaluator(scenario, recipe.scenario.classes, recipe.evaluate.unseen, recipe.seed, recipe.data)
+    evaluator = Evaluator(scenario, recipe.evaluate.unseen, recipe.seed, recipe.data)
     net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known))
     for view in (scenario.views.weak, scenario.views.strong):
         view(images[:2], torch_stream(0))

@@ -35,6 +35,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted paths into the recipe, e.g. local.lr=0.03.")
 ]
 
+Floor = Annotated[
+    str | None, typer.Option(metavar="METHOD", help="0 % of the gap that methods close; default server-only.")
+]
+Ceiling = Annotated[str | None, typer.Option(metavar="METHOD", help="100 % of that gap; default fedavg-sl.")]
+
 
 @app.command()
 def run(
@@ -68,12 +73,14 @@ def sweep(
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Where the runs go; default runs/RECIPE.")] = None,
+    floor: Floor = None,
+    ceiling: Ceiling = None,
 ) -> None:
     """Run a grid of recipes; finished runs are kept, interrupted ones resumed. Ends in a comparison."""
     from semifed.sweep import grid
 
     out = out or Path("runs") / _stem(recipe)
-    runs = grid(recipe, axes or (), seeds)
+    runs = grid(recipe, axes or (), seeds, floor=floor, ceiling=ceiling)
     from semifed.report import compare_runs, write_report
 
     waiting = _unfinished(runs, out)
@@ -85,7 +92,7 @@ def sweep(
             _execute(loaded, out / name, resume=waiting[name], quiet=not _terminal().is_terminal)
         elif not (out / name / "report.html").exists():
             write_report(out / name)
-    comparison = compare_runs([out / name for name, _ in runs])
+    comparison = compare_runs([out / name for name, _ in runs], floor=floor, ceiling=ceiling)
     comparison.table(_terminal())
     comparison.write_html(out / "compare.html")
     _say(f"curves: {out / 'compare.html'}")
@@ -95,12 +102,15 @@ def sweep(
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run directories, or directories of runs.")],
     html: Annotated[Path | None, typer.Option(help="Write the table and learning curves to this file.")] = None,
+    floor: Floor = None,
+    ceiling: Ceiling = None,
+    all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Print every metric that was measured.")] = False,
 ) -> None:
     """Put runs side by side: mean ± std where only the seed differs."""
     from semifed.report import compare_runs
 
-    comparison = compare_runs(runs)
-    comparison.table(_terminal())
+    comparison = compare_runs(runs, floor=floor, ceiling=ceiling)
+    comparison.table(_terminal(), all_metrics=all_metrics)
     if html is not None:
         comparison.write_html(html)
         _say(f"written: {html}")
@@ -249,7 +259,10 @@ def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[
 
 
 def _say_result(result: dict[str, Any], out: Path) -> None:
-    shown = "  ".join(f"{key} {value:.4f}" for key, value in result["metrics"].items() if value is not None)
+    from semifed.report.words import split_metric
+
+    own = {key: value for key, value in result["metrics"].items() if value is not None and not split_metric(key)[0]}
+    shown = "  ".join(f"{key} {value:.4f}" for key, value in own.items())
     _say(f"{result['method']} after round {result['rounds']}: {shown}")
     _say(f"report: {out / 'report.html'}")
 

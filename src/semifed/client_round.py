@@ -107,7 +107,7 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
         fitted.steps,
         fitted.images,
         fitted.terms,
-        _last_labels(fitted.pseudo, local.data),
+        _last_labels(fitted.pseudo, local.data) if local.pseudo is None else _last_labels([local.pseudo], data),
         perf_counter() - started,
     )
     return Reply(up, Held(left, fitted.momentum if place.keep_optimizer else {}, place.net.private()), record)

@@ -1,23 +1,28 @@
 """What the delivered model is worth, and how good the clients' pseudo-labels were: the only opener of the seal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from semifed.client_round import ClientRecord
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.data.unseen import images_like
 from semifed.methods import AnyMethod
-from semifed.metrics import accuracy, aupr, auroc, fpr_at_tpr, overall_auroc, per_class_accuracy
+from semifed.metrics import accuracy, aupr, auroc, fpr_at_tpr, oscr, overall_auroc, per_class_accuracy
 from semifed.net import Net
 from semifed.payloads import Prediction
+from semifed.prototypes import class_directions, class_sums
 from semifed.wire import Weights
 
-BATCH = 512
+BATCH = 128  # of small networks the whole batch stays in the cache: a quarter faster than 512, half faster than 1024
 SCORE_BINS = 40
+SHOWN_PER_CLASS = 60
+SHOWN_UNKNOWN = 240
+DIGITS = 3
 
 
 class Evaluation(NamedTuple):
@@ -25,13 +30,32 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     per_class: list[dict[str, Any]]
-    scores: dict[str, Any] | None  # histograms of the unknown score, where unknowns were tested
+    known: Prediction
+    unknown: Mapping[str, Prediction]  # "seen" for unknown classes of the same data, else by the name of the set
+
+    @property
+    def scores(self) -> dict[str, Any] | None:
+        """Histograms of the unknown score and of the confidence, where unknowns were tested."""
+        if not self.unknown:
+            return None
+        own = _histograms(self.known.unknown, {name: said.unknown for name, said in self.unknown.items()})
+        sure = _histograms(_confidence(self.known), {name: _confidence(said) for name, said in self.unknown.items()})
+        return {**own, "confidence": sure}
+
+    def at_threshold(self, threshold: float | None) -> dict[str, Any]:
+        """The share of known images it accepts and of unknown ones it rejects; None where there is nothing to say."""
+        if threshold is None:
+            return {"accepted_known": None, "rejected_unknown": None, "rejected_unseen": {}}
+        rejected = {name: _share(said.unknown > threshold) for name, said in self.unknown.items()}
+        seen = rejected.pop("seen", None)
+        accepted = _share(self.known.unknown <= threshold)
+        return {"accepted_known": accepted, "rejected_unknown": seen, "rejected_unseen": rejected}
 
 
 class Evaluator:
     """Tests a model on known images, on the unknown classes of the same data, and on foreign images."""
 
-    def __init__(self, scenario: Scenario, classes: str, unseen: Sequence[str], seed: int, data: str | None) -> None:
+    def __init__(self, scenario: Scenario, unseen: Sequence[str], seed: int, data: str | None) -> None:
         dataset = scenario.dataset
         self._scenario = scenario
         known = scenario.test_labels != UNKNOWN
@@ -39,63 +63,102 @@ class Evaluator:
         self._truth = scenario.test_labels[known]
         known_test = dataset._replace(x_test=self._known)  # patches are those of known classes
         self._foreign = {name: images_like(name, known_test, seed=seed, data=data) for name in unseen}
-        self._seen_unknown = dataset.x_test[~known] if classes != "known" else dataset.x_test[:0]
+        self._seen_unknown = dataset.x_test[~known]  # tested even where the clients hold none
 
     def test(self, method: AnyMethod, net: Net, weights: Weights, *, foreign: bool = True) -> Evaluation:
-        """Load the weights and measure them; without foreign images where only a glance is wanted."""
+        """Load the weights and measure them; only accuracy and AUROC of seen unknowns where a glance is wanted."""
         net.load(weights)
         known = self._predict(method, net, self._known)
-        label = known.probabilities.argmax(dim=1)
+        label = known.logits.argmax(dim=1)
+        unseen = self._foreign if foreign else {}
+        images = {"seen": self._seen_unknown, **unseen} if len(self._seen_unknown) else unseen
+        unknown = {name: self._predict(method, net, some) for name, some in images.items()}
         metrics = {"accuracy": accuracy(label, self._truth)}
-        names = self._scenario.class_names()
-        counts = torch.bincount(self._truth, minlength=len(names)).tolist()
-        per_class = [
-            {"class": name, "accuracy": share, "count": count}
-            for name, share, count in zip(
-                names, per_class_accuracy(label, self._truth, len(names)), counts, strict=True
-            )
-        ]
-        unknown: dict[str, Tensor] = {}
-        if len(self._seen_unknown):
-            unknown["seen"] = self._predict(method, net, self._seen_unknown).unknown
-            metrics["auroc_seen"] = auroc(known.unknown, unknown["seen"])
-            metrics["fpr95_seen"] = fpr_at_tpr(known.unknown, unknown["seen"])
-            metrics["aupr_seen"] = aupr(known.unknown, unknown["seen"])
-        for name, images in self._foreign.items() if foreign else ():
-            unknown[name] = self._predict(method, net, images).unknown
-            metrics[f"auroc_unseen.{name}"] = auroc(known.unknown, unknown[name])
-        if "auroc_seen" in metrics and foreign:
-            unseen = [metrics[f"auroc_unseen.{name}"] for name in self._foreign]
-            metrics["auroc_overall"] = overall_auroc(metrics["auroc_seen"], unseen)
-        return Evaluation(metrics, per_class, _histograms(known.unknown, unknown) if unknown else None)
+        if foreign:
+            metrics |= _open_set_metrics(known, label == self._truth, unknown)
+        elif "seen" in unknown:
+            metrics["auroc_seen"] = auroc(known.unknown, unknown["seen"].unknown)
+        return Evaluation(metrics, self._per_class(label), known, unknown)
 
-    def pseudo_label_quality(self, records: Sequence[ClientRecord]) -> dict[str, float | int | None]:
-        """How many unlabelled images were seen and used this round, and how many of those labels are right."""
-        labelled = [record.pseudo for record in records if record.pseudo is not None]
-        if not labelled:
-            return {}
-        position = torch.cat([part.position for part in labelled])
-        label = torch.cat([part.label for part in labelled])
-        used = torch.cat([part.used for part in labelled])
-        really = self._scenario.labels[position] == UNKNOWN  # SAGE's protocol lists labelled images here too
-        position, label, used = position[really], label[really], used[really]
-        truth = self._scenario.sealed.break_seal()[position]
-        count = int(used.sum())
+    def pseudo_labels(self, records: Sequence[ClientRecord]) -> dict[str, Any]:
+        """How many unlabelled images were seen and used this round, and how good that choice and those labels are.
+
+        `pseudo` counts over all clients, `gate` tells known images from unknown ones, `per_client` has an entry for
+        each record. Without any pseudo-label there is nothing but an empty `pseudo`.
+        """
+        if all(record.pseudo is None for record in records):
+            return {"pseudo": {}}
+        each = [self._judged(record) for record in records]
+        judged = _Judged(*(torch.cat(parts) for parts in zip(*each, strict=True)))
+        known, used, count = judged.known, judged.used, int(judged.used.sum())
         return {
-            "seen": len(position),
-            "used": count,
-            "accuracy": accuracy(label[used], truth[used]) if count else None,
-            "used_unknown": int((used & (truth == UNKNOWN)).sum()),
+            "pseudo": {
+                "seen": len(used),
+                "used": count,
+                "accuracy": _share(judged.correct[used]),
+                "used_unknown": int((used & ~known).sum()),
+            },
+            "gate": {
+                "pass_known": _share(used[known]),
+                "pass_unknown": _share(used[~known]),
+                "purity": _share(known[used]),
+            },
+            "per_client": {
+                "client": [record.client for record in records],
+                "correct": [int((one.used & one.correct).sum()) for one in each],
+                "used": [int(one.used.sum()) for one in each],
+                "seen": [len(one.used) for one in each],
+            },
         }
 
-    def rejection_threshold(self, method: AnyMethod, net: Net, weights: Weights, accept: float) -> float | None:
-        """The unknown score below which the given share of the server's labelled images lies; None without them."""
-        server = self._scenario.server
-        if server is None:
-            return None
+    @torch.no_grad()
+    def feature_map(self, net: Net, weights: Weights, pivots: Tensor | None) -> dict[str, Any]:
+        """A few test images and the pivots (class means where the method has none) on two principal axes."""
         net.load(weights)
-        scores = self._predict(method, net, server.images[server.labelled]).unknown
-        return float(np.quantile(scores.numpy().astype(np.float64), accept))
+        classes = len(self._scenario.known)
+        members = [(self._truth == label).nonzero()[:, 0] for label in range(classes)]
+        shown = torch.cat([_spread(member, SHOWN_PER_CLASS) for member in members])
+        strangers = _spread(torch.arange(len(self._seen_unknown)), SHOWN_UNKNOWN)
+        images = torch.cat([self._known[shown], self._seen_unknown[strangers]])
+        outputs = [net(self._scenario.views.plain(part)) for part in images.split(BATCH)]
+        projected = "projection" in outputs[0].heads
+        labels = self._truth[shown]
+        if projected:  # directions are what alignment and pivots are made of
+            vectors = F.normalize(torch.cat([output.heads["projection"] for output in outputs]), dim=1)
+            own = pivots is not None and pivots.shape == (classes, vectors.shape[1])
+            centres = F.normalize(pivots if own else class_directions(vectors[: len(shown)], labels, classes), dim=1)
+        else:
+            own, vectors = False, torch.cat([output.features for output in outputs])
+            counts = torch.bincount(labels, minlength=classes)[:, None]
+            centres = class_sums(vectors[: len(shown)], labels, classes) / counts
+        axes, middle, explained = principal_axes(vectors)
+        return {
+            "space": "projection" if projected else "features",
+            "names": self._scenario.class_names(),
+            "points": _rounded((vectors.double() - middle) @ axes),
+            "class": [*labels.tolist(), *[UNKNOWN] * len(strangers)],
+            "pivots": _rounded((centres.double() - middle) @ axes),
+            "pivots_are": "pivots of the method" if own else "class means of the images shown",
+            "explained": [round(share, DIGITS) for share in explained],
+        }
+
+    def _per_class(self, label: Tensor) -> list[dict[str, Any]]:
+        names = self._scenario.class_names()
+        counts = torch.bincount(self._truth, minlength=len(names)).tolist()
+        shares = per_class_accuracy(label, self._truth, len(names))
+        return [
+            {"class": name, "accuracy": share, "count": count}
+            for name, share, count in zip(names, shares, counts, strict=True)
+        ]
+
+    def _judged(self, record: ClientRecord) -> "_Judged":
+        if record.pseudo is None:
+            nothing = torch.zeros(0, dtype=torch.bool)
+            return _Judged(nothing, nothing, nothing)
+        position, label, used = record.pseudo
+        really = self._scenario.labels[position] == UNKNOWN  # SAGE's protocol lists labelled images here too
+        truth = self._scenario.sealed.break_seal()[position[really]]
+        return _Judged(used[really], truth != UNKNOWN, label[really] == truth)
 
     @torch.no_grad()
     def _predict(self, method: AnyMethod, net: Net, images: Tensor) -> Prediction:
@@ -103,7 +166,63 @@ class Evaluator:
         return Prediction(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def _histograms(known: Tensor, unknown: dict[str, Tensor]) -> dict[str, Any]:
+class _Judged(NamedTuple):
+    """Unlabelled images a client gave labels to, beside the truth; all bool [n]."""
+
+    used: Tensor
+    known: Tensor
+    correct: Tensor
+
+
+def principal_axes(vectors: Tensor) -> tuple[Tensor, Tensor, list[float]]:
+    """The two directions [d, 2] of largest variance, the mean [d], and the share of variance along each.
+
+    The largest entry of a direction is positive: which way it points is otherwise an accident.
+    """
+    middle = vectors.double().mean(dim=0)
+    _, lengths, directions = torch.linalg.svd(vectors.double() - middle, full_matrices=False)
+    axes = F.pad(directions[:2], (0, 0, 0, 2 - len(directions[:2]))).T
+    largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
+    variance = lengths.square()
+    explained = (variance[:2] / variance.sum().clamp_min(1e-300)).tolist()
+    return axes * torch.where(largest < 0, -1.0, 1.0), middle, explained
+
+
+def _open_set_metrics(known: Prediction, correct: Tensor, unknown: Mapping[str, Prediction]) -> dict[str, float]:
+    """The method's own score in full, beside it the AUROC of scores that every classifier has."""
+    metrics: dict[str, float] = {}
+    ours = _unknown_scores(known)
+    theirs = {name: _unknown_scores(said) for name, said in unknown.items()}
+    for prefix, score in ours.items():
+        found = {name: auroc(score, scores[prefix]) for name, scores in theirs.items()}
+        seen = found.pop("seen", None)
+        if seen is not None:
+            metrics[f"{prefix}auroc_seen"] = seen
+        if seen is not None and not prefix:
+            metrics["fpr95_seen"] = fpr_at_tpr(score, theirs["seen"][prefix])
+            metrics["aupr_seen"] = aupr(score, theirs["seen"][prefix])
+            metrics["oscr_seen"] = oscr(score, correct, theirs["seen"][prefix])
+        if not prefix:
+            metrics |= {f"auroc_unseen.{name}": value for name, value in found.items()}
+        if seen is not None:
+            metrics[f"{prefix}auroc_overall"] = overall_auroc(seen, list(found.values()))
+    return metrics
+
+
+def _unknown_scores(said: Prediction) -> dict[str, Tensor]:
+    """By the prefix of their metrics; all grow with unknown-ness."""
+    return {
+        "": said.unknown,
+        "msp.": 1 - _confidence(said),  # Hendrycks and Gimpel 2017
+        "energy.": -said.logits.logsumexp(dim=1),  # Liu et al. 2020, temperature 1
+    }
+
+
+def _confidence(said: Prediction) -> Tensor:
+    return said.probabilities.max(dim=1).values
+
+
+def _histograms(known: Tensor, unknown: Mapping[str, Tensor]) -> dict[str, Any]:
     everything = torch.cat([known, *unknown.values()]).numpy().astype(np.float64)
     edges = np.linspace(everything.min(), max(everything.max(), everything.min() + 1e-9), SCORE_BINS + 1)
 
@@ -115,3 +234,17 @@ def _histograms(known: Tensor, unknown: dict[str, Tensor]) -> dict[str, Any]:
         "known": counts(known),
         "sets": {name: counts(scores) for name, scores in unknown.items()},
     }
+
+
+def _share(flags: Tensor) -> float | None:
+    return float(flags.double().mean()) if len(flags) else None
+
+
+def _spread(positions: Tensor, most: int) -> Tensor:
+    """At most so many of them, evenly from first to last: test images often lie sorted by class."""
+    count = min(len(positions), most)
+    return positions[torch.arange(count) * len(positions) // max(count, 1)]
+
+
+def _rounded(points: Tensor) -> list[list[float]]:
+    return np.round(points.numpy(), DIGITS).tolist()  # type: ignore[no-any-return]

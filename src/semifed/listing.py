@@ -1,9 +1,8 @@
 """What `semifed list` shows."""
 
-import tomllib
 from dataclasses import fields
 
-from semifed.recipe import recipe_names, recipe_text
+from semifed.recipe import recipe_names, recipe_tables, recipe_text
 
 # Methods, data sets and networks are imported where they are listed: recipes are told without loading PyTorch.
 
@@ -45,7 +44,6 @@ def recipes() -> Rows:
     """Every built-in recipe, with the first line of its file."""
     rows = []
     for name in recipe_names():
-        text = recipe_text(name)
-        tables = tomllib.loads(text)
-        rows.append({"name": name, "method": tables["method"]["name"], "what": text.splitlines()[0].lstrip("# ")})
+        method = recipe_tables(name)["method"]["name"]
+        rows.append({"name": name, "method": method, "what": recipe_text(name).splitlines()[0].lstrip("# ")})
     return rows

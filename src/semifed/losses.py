@@ -19,6 +19,16 @@ def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -(target * F.log_softmax(logits, dim=1)).sum(dim=1)
 
 
+def mixed_cross_entropy(logits: Tensor, label: Tensor, other: Tensor, share: float) -> Tensor:
+    """Mixup's share · CE(label) + (1 − share) · CE(other) for images mixed by that share, [n]."""
+    return share * cross_entropy(logits, label) + (1 - share) * cross_entropy(logits, other)
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference‖p) = Σ_c reference_c (log reference_c − log p_c) for given probabilities, [n]."""
+    return torch.xlogy(reference, reference).sum(dim=1) + soft_cross_entropy(logits, reference)
+
+
 def mean(values: Tensor) -> Tensor:
     """The mean over a batch; 0, with a gradient of 0, for an empty one."""
     return values.sum() / max(len(values), 1)
@@ -38,6 +48,18 @@ def proximal(weights: Mapping[str, Tensor], received: Weights) -> Tensor:
         )
         / 2
     )
+
+
+def asam_offsets(weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor], radius: float, floor: float) -> Weights:
+    """ASAM's ascent ε = radius · D²g / ‖Dg‖ over all tensors with a gradient; 0 where the whole gradient is 0.
+
+    D = |w| + floor for kernels and matrices, 1 for tensors of one dimension (biases and scales).
+    """
+    scale = {name: weights[name].detach().abs() + floor if weights[name].ndim > 1 else 1.0 for name in gradient}
+    scaled = {name: scale[name] * slope for name, slope in gradient.items()}
+    norm = torch.sqrt(torch.stack([slope.square().sum() for slope in scaled.values()]).sum())
+    step = radius / norm.clamp(min=1e-16)
+    return {name: step * scale[name] * slope for name, slope in scaled.items()}
 
 
 def ova_positive(ova: Tensor, labels: Tensor) -> Tensor:
@@ -74,6 +96,26 @@ def pseudo_negatives(ova: Tensor, negative: Tensor) -> Tensor:
     return (-F.log_softmax(ova, dim=1)[:, 0] * negative).sum(dim=1)
 
 
+def pseudo_positives(ova: Tensor, positive: Tensor) -> Tensor:
+    """−Σ_k log φ^known_k over the classes marked as surely those of the sample, [n] (FedOpenMatch)."""
+    return (-F.log_softmax(ova, dim=1)[:, 1] * positive).sum(dim=1)
+
+
+def prior_adjusted(ova: Tensor, strength: float) -> Tensor:
+    """One-vs-all logits plus strength · log of the priors (K − 1)/K of unknown and 1/K of known (FedOpenMatch).
+
+    Trained so, the logits themselves lean less to unknown. A single class has no negatives and stays as it is.
+    """
+    classes = ova.shape[2]
+    prior = torch.tensor([max(classes - 1, 1) / classes, 1 / classes], dtype=ova.dtype, device=ova.device)
+    return ova + strength * prior.log()[:, None]
+
+
+def logit_consistency(logits: Tensor, other: Tensor) -> Tensor:
+    """Mean squared difference of the raw outputs on two views, [n]; gradients reach both (FedOpenMatch)."""
+    return ((logits - other) ** 2).flatten(1).mean(dim=1)
+
+
 def alignment(projected: Tensor, pivots: Tensor, label: Tensor, gated: Tensor, temperature: float) -> Tensor:
     """OpenFL's eq. (1): gated samples approach the pivot of their label, all others leave all pivots, [n]."""
     similarity = F.normalize(projected, dim=1) @ F.normalize(pivots, dim=1).T / temperature
@@ -88,6 +130,16 @@ def supervised_contrastive(projected: Tensor, labels: Tensor, temperature: float
     same = (labels[:, None] == labels) & ~itself
     log_p = (similarity - similarity.logsumexp(dim=1, keepdim=True)).masked_fill(~same, 0.0)
     return -log_p.sum(dim=1) / same.sum(dim=1).clamp(min=1)
+
+
+def cosine_distance(vectors: Tensor, target: Tensor) -> Tensor:
+    """1 − cos of each vector with its target, [n] (DoubleMatch's loss on features, of both views of an image)."""
+    return 1 - F.cosine_similarity(vectors, target, dim=1)
+
+
+def subspace_separation(score: Tensor, known: Tensor) -> Tensor:
+    """(1 − 2M) u, [n]: images drawn as known (M = 1) move into the subspace, the others out of it (ProSub)."""
+    return (1 - 2 * known.to(score.dtype)) * score
 
 
 def _own_class(values: Tensor, labels: Tensor) -> Tensor:

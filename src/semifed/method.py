@@ -32,6 +32,7 @@ from semifed.wire import Weights
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 ONLY_KNOWN = {"novel": "it can only name known classes; the nearest setting that works is scenario.classes=open"}
 CLIENT_LABELS = {

@@ -9,7 +9,7 @@ from typing_extensions import TypeVar
 from semifed.data.client import ClientData
 from semifed.models.network import Output
 from semifed.net import FrozenNet
-from semifed.pseudo import known_score
+from semifed.pseudo import PseudoLabels, known_score
 from semifed.rng import torch_stream
 from semifed.wire import Weights
 
@@ -94,6 +94,7 @@ class Local(NamedTuple, Generic[C, K]):
     data: ClientData
     const: C
     kept: K
+    pseudo: PseudoLabels | None = None  # labels given before training to the images `prepare` got; for diagnostics only
 
 
 class Prediction(NamedTuple):

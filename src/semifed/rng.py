@@ -32,3 +32,9 @@ def torch_stream(*key: Key) -> torch.Generator:
 def numpy_stream(*key: Key) -> np.random.Generator:
     """A fresh NumPy generator for one address."""
     return np.random.default_rng(stream_seed(*key))
+
+
+def beta(concentration: float, generator: torch.Generator) -> float:
+    """One number of Beta(concentration, concentration), drawn from the given stream."""
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    return float(np.random.default_rng(seed).beta(concentration, concentration))

@@ -25,7 +25,8 @@ from semifed.rng import numpy_stream
 from semifed.rundir import RunDirectory, finite, summary
 from semifed.schedule import schedule_factor
 from semifed.server import ServerSite
-from semifed.wire import fault_of, size_in_bytes
+from semifed.threshold import Threshold, rejection_threshold
+from semifed.wire import Weights, fault_of, size_in_bytes
 
 
 def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
@@ -69,6 +70,7 @@ class RoundLoop:
         )
         self._server_lr = self.site.lr
         self._client_lr = recipe.local.lr
+        self._initial = net.state()
 
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
@@ -158,7 +160,7 @@ class RoundLoop:
             "failures": [failure._asdict() for failure in failures],
             "loss": _mean_terms(records),
             "metrics": evaluation.metrics if evaluation else {},
-            "pseudo": self.evaluator.pseudo_label_quality(records),
+            **self.evaluator.pseudo_labels(records),
             **self.site.notes,
             "bytes_up": bytes_up,
             "bytes_down": bytes_down,
@@ -177,7 +179,7 @@ class RoundLoop:
         weights = self.method.delivered(server)
         evaluation = evaluation or self.evaluator.test(self.method, self.site.net, weights)
         dataset: Dataset = self.scenario.dataset
-        accept = self.recipe.evaluate.accept
+        accept, threshold = self.recipe.evaluate.accept, self._threshold(weights)
         self.rundir.write_model(
             weights,
             {
@@ -188,14 +190,17 @@ class RoundLoop:
                 "classes": self.scenario.class_names(),
                 "mean": list(dataset.mean),
                 "std": list(dataset.std),
-                "threshold": self.evaluator.rejection_threshold(self.method, self.site.net, weights, accept),
+                "threshold": threshold.value,
                 "accept": accept,
-                "calibrated_on": "the server's labelled training images: fewer than `accept` of new ones will pass",
+                "calibrated_on": threshold.calibrated_on,
             },
         )
         if evaluation.scores is not None:
             self.rundir.write_json("scores.json", evaluation.scores)
+        pivots = getattr(server, "pivots", None)
+        self.rundir.write_json("features.json", self.evaluator.feature_map(self.site.net, weights, pivots))
         facts = {
+            "threshold": {"value": threshold.value, "accept": accept, **evaluation.at_threshold(threshold.value)},
             "per_class": evaluation.per_class,
             "data_hash": content_hash(dataset),
             "device": self.recipe.engine.device,
@@ -204,6 +209,12 @@ class RoundLoop:
         result = summary(self.recipe, self.rundir.rounds(), facts)
         self.rundir.write_json("summary.json", result)
         return result
+
+    def _threshold(self, weights: Weights) -> Threshold:
+        self.site.round, self.site.lr, self.site.notes = 0, self._server_lr, {}  # as before the first round
+        warmed_up = self.recipe.server.warmup_epochs > 0  # else nothing would be learnt without a fold
+        accept = self.recipe.evaluate.accept
+        return rejection_threshold(self.method, self.site, self._initial, weights, accept, hold_out=warmed_up)
 
     def _cohort(self, round_: int) -> list[int]:
         """The clients of a round, drawn without replacement from a stream of its own."""

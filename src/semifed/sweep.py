@@ -9,12 +9,18 @@ from semifed.complaint import shown
 from semifed.errors import UserError
 from semifed.override import split_values
 from semifed.recipe import Recipe, load_recipe
+from semifed.report.gap import refuse_unknown
 
 Axis = tuple[str, list[str]]
 
 
-def grid(recipe: str, axes: Sequence[str], seeds: str) -> list[tuple[str, Recipe]]:
-    """Every combination of the axes (KEY=A,B,C) and seeds, each with a directory name of its own."""
+def grid(
+    recipe: str, axes: Sequence[str], seeds: str, *, floor: str | None = None, ceiling: str | None = None
+) -> list[tuple[str, Recipe]]:
+    """Every combination of the axes (KEY=A,B,C) and seeds, each with a directory name of its own.
+
+    A floor or ceiling that no run of the grid would be is refused here, before hours of training.
+    """
     parsed = [_axis(text) for text in axes]
     for key, count in Counter(key for key, _ in parsed).items():
         if count > 1:
@@ -36,6 +42,9 @@ def grid(recipe: str, axes: Sequence[str], seeds: str) -> list[tuple[str, Recipe
             if name in runs:
                 raise UserError(f"two runs of this sweep would share the directory {name}; give each value once")
             runs[name] = loaded
+    methods = {str(loaded.method["name"]) for loaded in runs.values()}
+    refuse_unknown("--floor", floor, methods)
+    refuse_unknown("--ceiling", ceiling, methods)
     return list(runs.items())
 
 

@@ -1,6 +1,6 @@
 """What one party holds, and the batches its training loop draws from it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -32,16 +32,22 @@ class ClientData(NamedTuple):
 
     def plain_outputs(self, net: "Classifies") -> Output:
         """What the network says of all unlabelled images, un-augmented."""
-        return self._outputs(net, self.unlabelled)
+        return self._outputs(net, self.unlabelled, self.views.plain)
+
+    def weak_outputs(self, net: "Classifies", generator: torch.Generator) -> Output:
+        """What the network says of one weak view of each unlabelled image."""
+        return self._outputs(net, self.unlabelled, lambda raw: self.views.weak(raw, generator))
 
     def labelled_outputs(self, net: "Classifies") -> Output:
         """What the network says of all labelled images, un-augmented."""
-        return self._outputs(net, self.labelled)
+        return self._outputs(net, self.labelled, self.views.plain)
 
     @torch.no_grad()
-    def _outputs(self, net: "Classifies", positions: Tensor, batch: int = 512) -> Output:
+    def _outputs(
+        self, net: "Classifies", positions: Tensor, view: Callable[[Tensor], Tensor], batch: int = 512
+    ) -> Output:
         chunks = positions.split(batch) or (positions,)
-        parts = [net(self.views.plain(self.images[chunk])) for chunk in chunks]
+        parts = [net(view(self.images[chunk])) for chunk in chunks]
         heads = {name: torch.cat([part.heads[name] for part in parts]) for name in parts[0].heads}
         return Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), heads)
 

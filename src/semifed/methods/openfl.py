@@ -7,7 +7,6 @@ are at the clients, these report the directions that pivots are made of.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from semifed.aggregate import alignment_level, equal_shares, reliability_shares
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.losses import alignment, mean, supervised_contrastive
-from semifed.method import Method, NonNegative, Share, Temperature, averaged
+from semifed.method import AtLeastOne, Method, NonNegative, Share, Temperature, averaged
 from semifed.net import Net
 from semifed.objectives import OpenSetWeights, open_set_supervised, open_set_unsupervised, plus, together
 from semifed.payloads import Local, Nothing, Prediction, Visit, detected
-from semifed.prototypes import class_directions, mean_direction_norm
+from semifed.prototypes import class_directions, mean_direction_norm, refreshed
 from semifed.pseudo import Gates, gates
 from semifed.server import ServerSite
 from semifed.wire import Weights
@@ -83,7 +82,7 @@ class OpenFL(Method[State, Sent, Reply, Const]):
     temperature: Temperature = 0.5  # T
     ema: Share = 0.9  # alpha
     epsilon: Temperature = 0.1  # of eq. (2)
-    most_trust: NonNegative = 5.0  # no client counts more than this many times, or less than its inverse
+    most_trust: AtLeastOne = 5.0  # no client counts more than this many times, or less than its inverse
     con_mask: Literal["dual", "conf"] = "dual"
     align_view: Literal["strong", "weak", "both"] = "strong"
     statistic: Literal["gated", "all", "all_pre"] = "gated"
@@ -156,10 +155,10 @@ class OpenFL(Method[State, Sent, Reply, Const]):
 
         mean_model = averaged(server.weights, ups, site, weight)
         weights = site.fine_tune(mean_model, self.server_loss, follow if self.ema_every == "epoch" else lambda _: None)
-        if self.ema_every == "round":
+        if average[0] is server.average:  # once a round, also where the server trained no epoch
             follow(weights)
         directions = [up.directions for up in ups if len(up.directions)]
-        reported = torch.stack(directions).sum(dim=0) if directions else server.pivots
+        reported = refreshed(server.pivots, torch.stack(directions).sum(dim=0)) if directions else server.pivots
         site.note(alignment=claimed if bool(server.aligning) else [])
         return self._state(weights, site.recalibrated(average[0]), reported, site)
 
@@ -170,7 +169,7 @@ class OpenFL(Method[State, Sent, Reply, Const]):
             pivots = class_directions(seen.heads["projection"], site.labelled.labels, seen.logits.shape[1])
         if len(pivots):
             site.note(pivot_norm=float(mean_direction_norm(pivots)))
-        due = site.round + 1 > ceil(self.align_after * site.rounds) and len(pivots) > 0 and self.align_weight > 0
+        due = site.round >= round(self.align_after * site.rounds, 6) and len(pivots) > 0 and self.align_weight > 0
         return State(weights, average, pivots, torch.tensor(due))
 
     def server_loss(self, net: Net, batch: Batch) -> Loss:

@@ -10,7 +10,7 @@ from torch.nn import init
 from semifed.errors import UserError, nearest
 from semifed.models.backbones import CNN, Backbone, ResNet8, WideResNet28, Width
 from semifed.models.batchnorm import BatchNorm
-from semifed.models.heads import HeadSpec, build_head, class_head_spec, further_head_spec
+from semifed.models.heads import HeadSpec, Subspace, build_head, class_head_spec, further_head_spec
 
 __all__ = ["MODELS", "HeadSpec", "Network", "Output", "build_network"]
 
@@ -153,5 +153,5 @@ def _initialise(network: Network, family: _Family, generator: torch.Generator) -
                 if module.bias is not None:
                     bound = 0.0 if family.zero_bias else module.in_features**-0.5
                     init.uniform_(module.bias, -bound, bound, generator=generator)
-            case BatchNorm():
+            case BatchNorm() | Subspace():
                 module.reset()

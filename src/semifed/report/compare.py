@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semifed.report.figures import Point
+from semifed.report.gap import CEILING, FLOOR, gap_caveat, gap_shares, gaps, refuse_unknown
 from semifed.report.rundir_reader import Run, find_runs, read_run
 from semifed.report.words import MISSING, headline_metric, in_reading_order, setting
 
@@ -47,6 +48,8 @@ class Row:
     target: float | None = None  # value of the headline metric that every row of the block reaches
     rounds_to_target: int | None = None
     behind_first: Spread | None = None  # headline metric against the first row of the block, seed by seed
+    role: str = ""  # "floor" or "ceiling" of its block
+    gap_share: Spread | None = None  # of the way from floor to ceiling in the headline metric, seed by seed
 
     @property
     def label(self) -> str:
@@ -66,11 +69,13 @@ class Comparison:
     common: Mapping[str, Any]  # recipe of the first run
     notes: list[str] = field(default_factory=list)
 
-    def table(self, console: "Console") -> None:
+    def table(self, console: "Console", *, all_metrics: bool = False) -> None:
         """Prints the table, leaving out the least important columns where the console is narrow."""
-        from semifed.report.compare_views import print_table
+        from semifed.report.compare_views import print_further, print_table
 
-        print_table(self, console)
+        print_table(self, console, hint=not all_metrics)
+        if all_metrics:
+            print_further(self, console)
 
     def write_html(self, path: Path) -> None:
         """Writes the table and learning curves as one HTML file that opens offline."""
@@ -80,8 +85,11 @@ class Comparison:
         write_page(path, comparison_page(self))
 
 
-def compare_runs(runs: Sequence[Path]) -> Comparison:
-    """Compares run directories, or those found below directories; UserError names a path without a readable run."""
+def compare_runs(runs: Sequence[Path], *, floor: str | None = None, ceiling: str | None = None) -> Comparison:
+    """Compares run directories, or those found below directories; UserError names a path without a readable run.
+
+    Where runs of a floor and a ceiling are among them, by method or label, rows say how much of the gap they close.
+    """
     read = [read_run(path) for path in find_runs(runs)]
     groups: dict[Hashable, list[Run]] = {}
     notes = []
@@ -102,7 +110,8 @@ def compare_runs(runs: Sequence[Path]) -> Comparison:
     order = {id(row): _sort_key(row, own, keys, headline) for row, own in zip(rows, settings, strict=True)}
     rows.sort(key=lambda row: order[id(row)])
     finished = _with_block_columns(rows, by_seed, headline)
-    return Comparison(finished, keys, metrics, headline, read[0].recipe, notes)
+    finished, caveats = _with_gap(finished, [by_seed[id(row)] for row in rows], headline, floor, ceiling)
+    return Comparison(finished, keys, metrics, headline, read[0].recipe, [*caveats, *notes])
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -273,3 +282,44 @@ def _paired_difference(runs: Sequence[Run], first: Sequence[Run], headline: str)
         if here is not None and there is not None:
             differences.append(here - there)
     return spread(differences)
+
+
+def _with_gap(
+    rows: Sequence[Row], runs: Sequence[Sequence[Run]], headline: str, floor: str | None, ceiling: str | None
+) -> tuple[list[Row], list[str]]:
+    """Adds the share of the gap between the floor and the ceiling of each block, and what to know of these gaps."""
+    names = [name for row in rows for name in (row.method, row.label)]
+    refuse_unknown("--floor", floor, names)
+    refuse_unknown("--ceiling", ceiling, names)
+    complete, caveats = list(rows), []
+    for block in dict.fromkeys(row.block for row in rows):
+        inside = [number for number, row in enumerate(rows) if row.block == block and not row.unfinished]
+        by_seed = {number: _values(runs[number], headline) for number in inside}
+        low = _reference(floor or FLOOR, rows, by_seed)
+        high = _reference(ceiling or CEILING, rows, by_seed)
+        if low is None or high is None or low == high:
+            continue
+        for number in inside:
+            share = spread(gap_shares(by_seed[number], by_seed[low], by_seed[high]).values())
+            role = {low: "floor", high: "ceiling"}.get(number, "")
+            complete[number] = replace(rows[number], role=role, gap_share=None if role else share)
+        if caveat := gap_caveat(gaps(by_seed[low], by_seed[high])):
+            about = ", ".join(f"{key} {value}" for key, value in block)
+            caveats.append(f"gap closed{f' at {about}' if about else ''}: {caveat}.")
+    if (floor or ceiling) and not any(row.role for row in complete):
+        caveats.append(
+            f"No row is put between {floor or FLOOR} and {ceiling or CEILING}: no block has finished runs of both."
+        )
+    return complete, caveats
+
+
+def _values(runs: Sequence[Run], headline: str) -> dict[int, float]:
+    return {run.seed: value for run in runs if (value := run.metrics.get(headline)) is not None}
+
+
+def _reference(name: str, rows: Sequence[Row], by_seed: Mapping[int, Mapping[int, float]]) -> int | None:
+    """The row of that name; of several, the one with most seeds and then the strongest, which flatters nobody."""
+    named = [number for number in by_seed if name in (rows[number].method, rows[number].label) and by_seed[number]]
+    return max(
+        named, key=lambda number: (len(by_seed[number]), statistics.fmean(by_seed[number].values())), default=None
+    )

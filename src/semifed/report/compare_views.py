@@ -8,7 +8,17 @@ from markupsafe import Markup
 from semifed.report.compare import Comparison, Row, Spread
 from semifed.report.figures import Chart, Series, legend, line_chart
 from semifed.report.html import render
-from semifed.report.words import MISSING, brief_duration, count, is_fraction, metric_title, metric_value, scenario_words
+from semifed.report.words import (
+    MAIN_METRICS,
+    MISSING,
+    brief_duration,
+    count,
+    is_fraction,
+    metric_title,
+    metric_value,
+    scenario_words,
+    split_metric,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,16 +48,16 @@ class Column(NamedTuple):
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """All columns in reading order."""
+    """The columns of the main table in reading order."""
     rows, headline = comparison.rows, comparison.headline
-    found = [Column("method", "", [row.method + (" †" if row.unfinished else "") for row in rows], False, 0)]
-    for key in comparison.keys:
-        cells = [row.differences[key] for row in rows]
-        numeric = all(_is_number(cell) or cell == MISSING for cell in cells)
-        found.append(Column(key.replace(".", ".\n", 1), "", cells, numeric, 0))
-    found.append(Column("seeds", "", [str(len(row.seeds)) for row in rows], True, 0))
+    found = _naming_columns(comparison)
     for metric in comparison.metrics:
+        if metric not in MAIN_METRICS:
+            continue
         found += _metric_columns(comparison, metric)
+        if metric == headline and any(row.role for row in rows):
+            meaning = f"share of the way from floor to ceiling in {metric_title(headline)}, in percent, seed by seed"
+            found.append(Column("gap\nclosed", meaning, [_gap_cell(row) for row in rows], True, 1))
         if metric == headline and any(row.behind_first for row in rows):
             cells = [_first_or_difference(row) for row in rows]
             meaning = f"{metric_title(headline)} minus that of the first row of the block, seed by seed"
@@ -56,14 +66,61 @@ def columns(comparison: Comparison) -> list[Column]:
     return found
 
 
-def print_table(comparison: Comparison, console: "Console") -> None:
-    """The table in a terminal, as many columns as fit, with notes on how to read it."""
-    from rich import box
-    from rich.table import Table
+def further_columns(comparison: Comparison) -> list[Column]:
+    """The metrics that have no place in the main table: other models, other scores, further measures."""
+    return [
+        column
+        for metric in comparison.metrics
+        if metric not in MAIN_METRICS
+        for column in _metric_columns(comparison, metric)
+    ]
+
+
+def _naming_columns(comparison: Comparison) -> list[Column]:
+    rows = comparison.rows
+    found = [Column("method", "", [row.method + (" †" if row.unfinished else "") for row in rows], False, 0)]
+    for key in comparison.keys:
+        cells = [row.differences[key] for row in rows]
+        numeric = all(_is_number(cell) or cell == MISSING for cell in cells)
+        found.append(Column(key.replace(".", ".\n", 1), "", cells, numeric, 0))
+    found.append(Column("seeds", "", [str(len(row.seeds)) for row in rows], True, 0))
+    return found
+
+
+def print_table(comparison: Comparison, console: "Console", *, hint: bool = True) -> None:
+    """The main table in a terminal, as many columns as fit, with notes on how to read it."""
     from rich.text import Text
 
     everything = columns(comparison)
     shown = _fitting(everything, console.width)
+    console.print(Text(_subject(comparison), style="bold"))
+    _print_columns(comparison, shown, console)
+    left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
+    notes = [*reading_notes(comparison, shown), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]
+    further = len(further_columns(comparison))
+    if hint and further:
+        notes.append(f"{further} further metric{'' if further == 1 else 's'}: semifed compare --all-metrics.")
+    for note in notes:
+        console.print(Text(note, style="dim"))
+
+
+def print_further(comparison: Comparison, console: "Console") -> None:
+    """All other metrics in a terminal, in as many tables as its width asks for."""
+    naming, waiting = _naming_columns(comparison), further_columns(comparison)
+    while waiting:
+        fitting = 1
+        while fitting < len(waiting) and _total_width([*naming, *waiting[: fitting + 1]]) <= console.width:
+            fitting += 1
+        console.print()
+        _print_columns(comparison, [*naming, *waiting[:fitting]], console)
+        waiting = waiting[fitting:]
+
+
+def _print_columns(comparison: Comparison, shown: Sequence[Column], console: "Console") -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in shown:
         heading = Text(column.heading)
@@ -74,23 +131,20 @@ def print_table(comparison: Comparison, console: "Console") -> None:
     for position, row in enumerate(comparison.rows):
         ends_block = position + 1 < len(comparison.rows) and comparison.rows[position + 1].block != row.block
         table.add_row(*(Text(column.cells[position]) for column in shown), end_section=ends_block)
-    console.print(Text(_subject(comparison), style="bold"))
     console.print(table)
     console.print()
-    left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
-    for note in [*reading_notes(comparison, shown), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]:
-        console.print(Text(note, style="dim"))
 
 
 def comparison_page(comparison: Comparison) -> str:
     """The comparison as HTML text."""
     rows = comparison.rows
     starts = [position > 0 and rows[position - 1].block != row.block for position, row in enumerate(rows)]
-    everything = columns(comparison)
+    everything, further = columns(comparison), further_columns(comparison)
     return render(
         "compare.html.j2",
         subject=_subject(comparison),
         columns=everything,
+        further=[*_naming_columns(comparison), *further] if further else [],
         row_count=len(rows),
         starts_block=starts,
         notes=reading_notes(comparison, everything),
@@ -107,6 +161,12 @@ def reading_notes(comparison: Comparison, shown: Sequence[Column]) -> list[str]:
         "Metrics in percent after the last round; last 10: mean of the last ten tests."
         + (" Mean ± sample standard deviation over seeds." if several else "")
     ]
+    if "gap closed" in headings:
+        ends = {role: next(row.label for row in rows if row.role == role) for role in ("floor", "ceiling")}
+        notes.append(
+            f"gap closed: share of the way from the floor ({ends['floor']}) to the ceiling ({ends['ceiling']}) in "
+            f"{comparison.headline}, in percent, seed by seed."
+        )
     if "vs first" in headings:
         notes.append(f"vs first: {comparison.headline} minus that of the first row of the block, seed by seed.")
     if reached := [heading for heading in headings if heading.startswith(("to ", "rounds to"))]:
@@ -131,7 +191,10 @@ def _metric_columns(comparison: Comparison, metric: str) -> list[Column]:
     last = [spread_text(metric, row.metrics.get(metric), len(row.seeds)) for row in rows]
     headline = metric == comparison.headline
     rank = 1 if headline else {"auroc_seen": 2, "auroc_overall": 3, "old": 2, "new": 2}.get(metric, 7)
-    heading = _SHORT.get(metric, metric.replace("auroc_unseen.", "AUROC\n"))
+    prefix, plain = split_metric(metric)
+    heading = _SHORT.get(plain, plain.replace("auroc_unseen.", "AUROC\n"))
+    if prefix:
+        heading = f"{prefix}\n{heading}"
     found = [Column(heading, metric_title(metric), last, True, rank)]
     if headline:
         mean = [spread_text(metric, row.last10.get(metric), len(row.seeds)) for row in rows]
@@ -176,6 +239,16 @@ def _first_or_difference(row: Row) -> str:
     return text if row.behind_first.std is None else f"{text} ± {100 * row.behind_first.std:.1f}"
 
 
+def _gap_cell(row: Row) -> str:
+    if row.role or row.gap_share is None:
+        return row.role or MISSING
+    text = f"{100 * row.gap_share.mean:.0f}".replace("-", "−")
+    if row.gap_share.std is not None:
+        text += f" ± {100 * row.gap_share.std:.0f}"
+    paired = row.gap_share.n
+    return text if paired == len(row.seeds) else f"{text} ({paired} of {len(row.seeds)})"
+
+
 def _three_digits(amount: float) -> str:
     return count(amount) if amount >= 99.5 else f"{amount:.3g}"
 
@@ -190,12 +263,16 @@ def _is_number(text: str) -> bool:
 
 def _fitting(everything: Sequence[Column], width: int) -> list[Column]:
     shown = list(everything)
-    while sum(column.width + _GAP for column in shown) - _GAP > width:
+    while _total_width(shown) > width:
         last_to_keep = max(shown, key=lambda column: column.rank)
         if last_to_keep.rank == 0:
             break
         shown = [column for column in shown if column.rank < last_to_keep.rank]
     return shown
+
+
+def _total_width(columns: Sequence[Column]) -> int:
+    return sum(column.width + _GAP for column in columns) - _GAP
 
 
 def _subject(comparison: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""Curves and histograms as inline SVG; matplotlib is imported when the first one is drawn."""
+"""Curves, histograms and scatter plots as inline SVG; matplotlib is imported when the first one is drawn."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ _WIDTH, _HEIGHT = 3.9, 2.25  # inches; scaled to the column by the page
 _DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (1.2, 1.4), (6, 1.5, 1.2, 1.5))
 _MARKERS_UP_TO = 25
 _STEPS = [1, 2, 5, 10]
+MARKS = {"dot": "o", "square": "s", "triangle": "^", "diamond": "D", "star": "*"}
 
 
 class Point(NamedTuple):
@@ -42,6 +43,16 @@ class LegendEntry(NamedTuple):
     colour: str  # name of a CSS variable
     dash: int
     value: str
+    mark: str = ""  # shape of a point, empty for a line
+
+
+class Cloud(NamedTuple):
+    """Points of one kind, in a colour and shape of their own."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str  # name of a colour of the page
+    mark: str = "dot"
 
 
 class Chart(NamedTuple):
@@ -60,13 +71,18 @@ def legend(series: Series, value: str) -> LegendEntry:
     )
 
 
+def cloud_legend(cloud: Cloud, value: str) -> LegendEntry:
+    """The legend of a cloud of points."""
+    return LegendEntry(cloud.name, cloud.colour, 0, value, cloud.mark)
+
+
 def line_chart(series: Sequence[Series], description: str, *, percent: bool, beside: Sequence[Series] = ()) -> str:
     """Values against rounds, fractions in percent; the axis has room for the series of charts beside this one."""
     scale = 100.0 if percent else 1.0
     longest = max(len(line.points) for line in series)
     with page_style():
         figure, axes = _chart()
-        for line in series:
+        for line in reversed(series):  # the first, which matters most, lies on top
             _draw_line(axes, line, scale, marked=longest <= _MARKERS_UP_TO)
         _make_room(axes, [*series, *beside], scale)
         _round_axis(axes, last=max(point.round for line in series for point in line.points))
@@ -79,8 +95,8 @@ def line_chart(series: Sequence[Series], description: str, *, percent: bool, bes
         return inline_svg(figure, description)
 
 
-def score_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[float]], description: str) -> str:
-    """Shares of images over an unknown score, one outline a test set; the first is the known classes."""
+def histogram(edges: Sequence[float], counts: Mapping[str, Sequence[float]], description: str, *, axis: str) -> str:
+    """Shares of images over a score, one outline a test set; the first is the known classes."""
     with page_style():
         figure, axes = _chart()
         for position, values in enumerate(counts.values()):
@@ -91,8 +107,53 @@ def score_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[float]
         axes.set_ylim(bottom=0)
         axes.margins(x=0.01)
         axes.yaxis.set_major_formatter("{x:g} %")
-        axes.set_xlabel("unknown score", loc="right", labelpad=1)
+        axes.set_xlabel(axis, loc="right", labelpad=1)
         return inline_svg(figure, description)
+
+
+def scatter(clouds: Sequence[Cloud], description: str, *, across: str, up: str) -> str:
+    """One quantity against another, a point a sample."""
+    from matplotlib.ticker import MaxNLocator
+
+    with page_style():
+        figure, axes = _chart()
+        for cloud in clouds:
+            _draw_cloud(axes, cloud, size=3.4, alpha=0.65)
+        axes.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS))
+        axes.set_xlabel(across, loc="right", labelpad=1)
+        axes.text(0, 1.01, up, transform=axes.transAxes, color=PALETTE["quiet"].light, va="bottom")
+        return inline_svg(figure, description)
+
+
+def flat_map(clouds: Sequence[Cloud], landmarks: Sequence[Cloud], description: str) -> str:
+    """Points on a map without scales, landmarks large on top of them."""
+    from matplotlib.figure import Figure
+
+    with page_style():
+        figure = Figure(figsize=(_WIDTH, _WIDTH))
+        axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(True)
+        for cloud in clouds:
+            _draw_cloud(axes, cloud, size=3.2, alpha=0.55)
+        for cloud in landmarks:
+            _draw_cloud(axes, cloud, size=11.0, alpha=1.0, edge=PALETTE["ink"].light)
+        axes.margins(0.06)
+        return inline_svg(figure, description)
+
+
+def _draw_cloud(axes: "Axes", cloud: Cloud, *, size: float, alpha: float, edge: str = "none") -> None:
+    axes.plot(
+        [x for x, _ in cloud.points],
+        [y for _, y in cloud.points],
+        linestyle="none",
+        marker=MARKS[cloud.mark],
+        markersize=size,
+        markerfacecolor=PALETTE[cloud.colour].light,
+        markeredgecolor=edge,
+        markeredgewidth=0.0 if edge == "none" else 0.8,
+        alpha=alpha,
+    )
 
 
 def _chart() -> "tuple[Figure, Axes]":

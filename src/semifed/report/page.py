@@ -1,18 +1,19 @@
 """`report.html`: one run for a reader who has not seen the project."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from semifed.errors import UserError
-from semifed.report.figures import Chart, Point, Series, legend, line_chart, score_histogram
+from semifed.report import openset
+from semifed.report.charts import pseudo_charts, round_chart, three_digits
+from semifed.report.figures import Chart
 from semifed.report.html import render, write_page
 from semifed.report.partition import draw_partition
-from semifed.report.rundir_reader import RoundLine, Run, finite, read_run
+from semifed.report.rundir_reader import Run, finite, read_run
 from semifed.report.words import (
     MISSING,
     budget_words,
@@ -26,6 +27,7 @@ from semifed.report.words import (
     metric_value,
     scenario_words,
     setting,
+    split_metric,
     traffic,
 )
 
@@ -81,12 +83,19 @@ def report_page(run: Run) -> str:
         best=_best_words(run),
         curves=_curves(run),
         last_rounds=_last_rounds(run),
-        pseudo_charts=_pseudo_charts(run),
+        model_charts=openset.model_charts(run),
+        steadiness=openset.steadiness(run),
+        pseudo_charts=pseudo_charts(run),
+        gate=openset.gate_chart(run),
+        pivots=openset.pivot_chart(run),
+        feature_map=openset.feature_map(run),
+        trust=openset.trust_charts(run),
         partition=_partition(run),
         lowest=lowest,
         highest=highest,
         classes=classes,
-        histogram=_histogram(run),
+        histograms=openset.histograms(run),
+        score_table=openset.score_table(run),
         failures=_failure_rows(run),
         asked=sum(line.client_count for line in run.rounds),
         settings=_settings(run.recipe),
@@ -149,12 +158,12 @@ def _best_words(run: Run) -> str:
 
 
 def _curves(run: Run) -> list[Chart]:
-    metrics = in_reading_order({metric for line in run.evaluated for metric in line.metrics})
+    metrics = _plain({metric for line in run.evaluated for metric in line.metrics})
     families: dict[str, list[str]] = {}
     for metric in metrics:
         families.setdefault(_family(metric), []).append(metric)
     charts = [
-        _chart(
+        round_chart(
             title,
             _family_note(members),
             [(_line_name(metric, members), metric) for metric in members],
@@ -169,17 +178,22 @@ def _curves(run: Run) -> list[Chart]:
     trained = [line for line in run.rounds if line.loss]
     if terms:
         charts.append(
-            _chart(
+            round_chart(
                 "Training loss",
                 "terms of the loss, averaged over the clients of a round",
                 [(term, term) for term in terms],
                 trained,
                 lambda line, term: line.loss.get(term),
                 percent=False,
-                show=lambda _, value: MISSING if value is None else f"{value:.3g}",
+                show=three_digits,
             )
         )
     return charts
+
+
+def _plain(metrics: Iterable[str]) -> list[str]:
+    """Those of the delivered model and its own score; the others have sections of their own."""
+    return in_reading_order(metric for metric in metrics if not split_metric(metric)[0])
 
 
 def _family(metric: str) -> str:
@@ -207,35 +221,9 @@ def _family_note(members: Sequence[str]) -> str:
     return metric_meaning(members[0]) if len(members) == 1 or members[0] in ("accuracy", "all") else ""
 
 
-def _chart(
-    title: str,
-    note: str,
-    lines: Sequence[tuple[str, str]],
-    rounds: Sequence[RoundLine],
-    value_of: Callable[[RoundLine, str], float | None],
-    *,
-    percent: bool,
-    show: Callable[[str, float | None], str],
-) -> Chart:
-    series = [
-        Series(name, [Point(line.number, value_of(line, key)) for line in rounds], style)
-        for style, (name, key) in enumerate(lines)
-    ]
-    ends = [show(key, value_of(rounds[-1], key)) for _, key in lines]
-    unit = " percent" if percent else ""
-    spoken = "; ".join(f"{line.name} {end}{unit}" for line, end in zip(series, ends, strict=True))
-    description = f"{title} against rounds, up to round {rounds[-1].number}, where it is: {spoken}."
-    return Chart(
-        title,
-        note,
-        Markup(line_chart(series, description, percent=percent)),
-        [legend(line, end) for line, end in zip(series, ends, strict=True)],
-    )
-
-
 def _last_rounds(run: Run) -> dict[str, Any]:
     lines = run.evaluated[-10:]
-    metrics = in_reading_order({metric for line in lines for metric in line.metrics})
+    metrics = _plain({metric for line in lines for metric in line.metrics})
     return {
         "metrics": [metric_title(metric) for metric in metrics],
         "rows": [
@@ -243,53 +231,6 @@ def _last_rounds(run: Run) -> dict[str, Any]:
         ],
         "means": [metric_value(metric, run.metrics_last10.get(metric)) for metric in metrics],
     }
-
-
-def _pseudo_charts(run: Run) -> list[Chart]:
-    rounds = [line for line in run.rounds if line.pseudo.get("seen") or line.pseudo.get("used")]
-    if not rounds:
-        return []
-
-    def share(line: RoundLine, key: str) -> float | None:
-        if key == "accuracy":
-            return line.pseudo.get("accuracy")
-        part, whole = {"used": ("used", "seen"), "used_unknown": ("used_unknown", "used")}[key]
-        numerator, denominator = line.pseudo.get(part), line.pseudo.get(whole)
-        return numerator / denominator if numerator is not None and denominator else None
-
-    present = {key for line in rounds for key, value in line.pseudo.items() if value is not None}
-    counts = [("images seen", "seen"), ("used", "used"), ("used, but of unknown classes", "used_unknown")]
-    shares = [
-        ("used, of those seen", "used"),
-        ("right, of those used", "accuracy"),
-        ("of unknown classes, of those used", "used_unknown"),
-    ]
-    counts = [line for line in counts if line[1] in present]
-    shares = [line for line in shares if line[1] in present]
-    charts = [
-        _chart(
-            "How many",
-            "unlabelled images a round",
-            counts,
-            rounds,
-            lambda line, key: line.pseudo.get(key),
-            percent=False,
-            show=lambda _, value: count(value),
-        )
-    ]
-    if shares:
-        charts.append(
-            _chart(
-                "How good",
-                "shares in percent",
-                shares,
-                rounds,
-                share,
-                percent=True,
-                show=lambda _, value: metric_value("accuracy", value),
-            )
-        )
-    return charts
 
 
 def _partition(run: Run) -> Markup | None:
@@ -319,32 +260,6 @@ def _class_rows(run: Run) -> tuple[list[ClassRow], list[ClassRow], list[ClassRow
         return [], [], everything
     ranked = [rows[position] for position in sorted(rows, key=lambda position: entries[position][1] or 0.0)]
     return ranked[:_CLASSES_AT_EACH_END], ranked[: -_CLASSES_AT_EACH_END - 1 : -1], everything
-
-
-def _histogram(run: Run) -> Chart | None:
-    edges = [finite(edge) for edge in run.scores.get("bins") or ()]
-    counts = {"known classes": run.scores.get("known") or ()}
-    for name, numbers in (run.scores.get("sets") or {}).items():
-        counts["seen unknowns" if name == "seen" else f"unseen set {name}"] = numbers
-    complete = {
-        name: [finite(number) or 0.0 for number in numbers]
-        for name, numbers in counts.items()
-        if len(numbers) == len(edges) - 1 and len(numbers) > 0
-    }
-    numbers = [edge for edge in edges if edge is not None]
-    if not complete or len(numbers) != len(edges):
-        return None
-    totals = {name: math.fsum(values) for name, values in complete.items()}
-    described = ", ".join(f"{name} ({count(total)} images)" for name, total in totals.items())
-    return Chart(
-        "Unknown score of the test images",
-        "share of each set in percent",
-        Markup(score_histogram(numbers, complete, f"Histograms of the unknown score: {described}.")),
-        [
-            legend(Series(name, (), position), f"{count(total)} images")
-            for position, (name, total) in enumerate(totals.items())
-        ],
-    )
 
 
 def _failure_rows(run: Run) -> list[FailureRow]:

@@ -23,6 +23,13 @@ class Failure(NamedTuple):
     reason: str
 
 
+class Reliability(NamedTuple):
+    """How far a client's images were from the pivots, and how many of its pseudo-labels were right."""
+
+    alignment: float
+    correct: float
+
+
 @dataclass(frozen=True)
 class RoundLine:
     """One line of `rounds.jsonl`; a value that was null there is None here."""
@@ -33,6 +40,10 @@ class RoundLine:
     loss: Values
     metrics: Values
     pseudo: Values
+    gate: Values
+    pivot_norm: float | None
+    client_weights: tuple[float, ...]
+    reliability: tuple[Reliability, ...]
     bytes_up: float
     bytes_down: float
     images: float
@@ -49,6 +60,7 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     partition: Mapping[str, Any] = field(default_factory=dict)
     scores: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -152,6 +164,7 @@ def read_run(path: Path) -> Run:
         summary=_read_json(path / "summary.json"),
         partition=_read_json(path / "partition.json"),
         scores=_read_json(path / "scores.json"),
+        features=_read_json(path / "features.json"),
     )
 
 
@@ -238,8 +251,28 @@ def _round_line(number: int, content: Mapping[str, Any]) -> RoundLine:
         loss=values(content.get("loss")),
         metrics=values(content.get("metrics")),
         pseudo=values(content.get("pseudo")),
+        gate=values(content.get("gate")),
+        pivot_norm=finite(content.get("pivot_norm")),
+        client_weights=tuple(weight for one in _list(content, "client_weights") if (weight := finite(one)) is not None),
+        reliability=_reliability(content),
         bytes_up=finite(content.get("bytes_up")) or 0.0,
         bytes_down=finite(content.get("bytes_down")) or 0.0,
         images=finite(content.get("images")) or 0.0,
         seconds=finite(content.get("seconds")) or 0.0,
     )
+
+
+def _reliability(content: Mapping[str, Any]) -> tuple[Reliability, ...]:
+    """What the clients claimed, beside what the opened labels say of them; empty where one of the two is missing."""
+    clients, claimed = _list(content, "clients"), _list(content, "alignment")
+    per_client = content.get("per_client")
+    if not isinstance(per_client, Mapping) or len(clients) != len(claimed):
+        return ()
+    correct = dict(zip(_list(per_client, "client"), _list(per_client, "correct"), strict=False))
+    pairs = [(finite(level), finite(correct.get(client))) for client, level in zip(clients, claimed, strict=True)]
+    return tuple(Reliability(level, right) for level, right in pairs if level is not None and right is not None)
+
+
+def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+    value = content.get(key)
+    return value if isinstance(value, list) else []

@@ -27,6 +27,12 @@ _METRIC_WORDS = {
     "nmi": ("NMI", "normalised mutual information of groups and classes"),
     "ari": ("ARI", "adjusted Rand index of groups and classes"),
 }
+_BESIDE_WORDS = {
+    "current": "model in training",
+    "msp": "highest probability, MSP",
+    "energy": "energy",
+}
+MAIN_METRICS = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall")
 _FRACTION_PREFIXES = ("accuracy", "auroc", "fpr", "aupr")
 _FRACTIONS = frozenset({"all", "old", "new", "nmi", "ari"})
 _METRIC_ORDER = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall", "auroc_unseen")
@@ -34,11 +40,29 @@ _METRIC_ORDER = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall",
 
 def is_fraction(metric: str) -> bool:
     """Whether the metric lies between 0 and 1 and is shown in percent."""
-    return metric.startswith(_FRACTION_PREFIXES) or metric in _FRACTIONS
+    _, plain = split_metric(metric)
+    return plain.startswith(_FRACTION_PREFIXES) or plain in _FRACTIONS
+
+
+def split_metric(metric: str) -> tuple[str, str]:
+    """`current.accuracy` is the accuracy of another model than the delivered one: its prefix and the plain metric."""
+    parts = metric.split(".")
+    for position, part in enumerate(parts):
+        if part in _METRIC_WORDS or part == "auroc_unseen":
+            return ".".join(parts[:position]), ".".join(parts[position:])
+    return "", metric
+
+
+def beside_words(prefix: str) -> str:
+    """What a prefix of metrics stands for: another model, or another score of the same one."""
+    return ", ".join(_BESIDE_WORDS.get(part, part) for part in prefix.split("."))
 
 
 def metric_title(metric: str) -> str:
     """The metric's name for a heading."""
+    prefix, plain = split_metric(metric)
+    if prefix:
+        return f"{metric_title(plain)} ({beside_words(prefix)})"
     family, _, test_set = metric.partition(".")
     if family == "auroc_unseen" and test_set:
         return f"AUROC, unseen set {test_set}"

@@ -1,0 +1,120 @@
+"""FedProSub: ProSub (ECCV 2024) with labels at the server, as OpenFL federates it (appendix A.1).
+
+The prototypes of the known classes span a subspace of the features; the part of an image's features within it
+says how known the image is. Two Beta distributions make that a probability, from which each step draws a mask.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from semifed.beta_mixture import BetaMixture, fitted_shapes, initial_mixture, known_probability, mean_mixture, refitted
+from semifed.data.client import Batch, ClientData
+from semifed.fit import Fitted, Loss
+from semifed.losses import cosine_distance, cross_entropy, masked_mean, mean, subspace_separation
+from semifed.method import Method, NonNegative, Share, averaged
+from semifed.models.heads import SUBSPACE_BASIS
+from semifed.net import Net
+from semifed.objectives import plus, supervised, together
+from semifed.payloads import Local, Nothing, Prediction, Visit
+from semifed.prototypes import ClassTotals, class_means, class_totals, subspace_basis, subspace_score
+from semifed.pseudo import PseudoLabels, confident_label
+from semifed.server import ServerSite
+from semifed.wire import Weights
+
+
+class State(NamedTuple):
+    """What the server remembers; the basis of the subspace is among the weights."""
+
+    weights: Weights
+    prototypes: Tensor  # c_k [classes, d]; zeros for a class nobody told of yet
+    mixture: BetaMixture
+
+
+class Sent(NamedTuple):
+    """What travels to a client."""
+
+    weights: Weights
+    mixture: BetaMixture
+
+
+class Reply(NamedTuple):
+    """What travels back."""
+
+    weights: Weights
+    samples: Tensor
+    mixture: BetaMixture
+    totals: ClassTotals  # of features; empty unless the client holds labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProSub(Method[State, Sent, Reply, BetaMixture]):
+    """FixMatch and feature prediction, on images drawn as known by their place in the subspace of prototypes."""
+
+    title: ClassVar[str] = "ProSub with labels at the server: known or unknown by the subspace of class prototypes"
+    heads: ClassVar[Mapping[str, str]] = {"predictor": "linear(features)", "subspace": "subspace"}
+
+    threshold: Share = 0.95  # tau
+    consistency_weight: NonNegative = 1.0  # w_pl
+    subspace_weight: NonNegative = 1.0  # w_sub
+    similarity_weight: NonNegative = 5.0  # w_s
+    prior: Share = 0.5  # pi
+    floor: NonNegative = 0.1  # of P_id: scores that neither distribution expects count as unknown
+
+    def setup(self, weights: Weights, site: ServerSite) -> State:
+        nothing = torch.zeros_like(weights[SUBSPACE_BASIS].T)
+        return self._state(site.warm_up(weights, self.server_loss), nothing, initial_mixture(), site)
+
+    def broadcast(self, server: State) -> Sent:
+        return Sent(server.weights, server.mixture)
+
+    def prepare(
+        self, net: Net, down: Sent, data: ClientData, kept: Nothing | None, visit: Visit
+    ) -> Local[BetaMixture, Nothing]:
+        labelled, unlabelled = data.labelled_outputs(net).heads["subspace"], data.plain_outputs(net).heads["subspace"]
+        fresh = refitted(down.mixture, labelled, unlabelled, self.prior)
+        return Local(data, fresh if down.weights[SUBSPACE_BASIS].any() else down.mixture, Nothing())
+
+    def loss(self, net: Net, batch: Batch, const: BetaMixture) -> Loss:
+        own = supervised(net, batch)  # L_xe, 0 unless the client holds labels
+        if len(batch.unlabelled) == 0:
+            return own
+        weak, strong = net(batch.unlabelled.weak), net(batch.unlabelled.strong)
+        score = weak.heads["subspace"]  # all 0 before there is a subspace: then only L_us is left
+        chance = known_probability(score.detach(), const, self.prior, self.floor)  # P_id
+        known = torch.rand(len(score), generator=batch.unlabelled.stream("mask")) < chance  # M
+        label, confident = confident_label(weak.logits, self.threshold)
+        pseudo = PseudoLabels(batch.unlabelled.position, label, known & confident)
+        similarity = mean(cosine_distance(strong.heads["predictor"], weak.features.detach()))  # L_us
+        loss = Loss(self.similarity_weight * similarity, {"similarity": similarity}, pseudo=pseudo)
+        consistency = masked_mean(cross_entropy(strong.logits, label), pseudo.used)  # L_xep
+        loss = plus(loss, "consistency", self.consistency_weight, consistency)
+        loss = plus(loss, "subspace", self.subspace_weight, mean(subspace_separation(score, known)))  # L_sub
+        return together(own, loss)
+
+    def report(self, net: Net, local: Local[BetaMixture, Nothing], fitted: Fitted) -> Reply:
+        data, (logits, features, _) = local.data, local.data.labelled_outputs(net)
+        samples = torch.tensor(float(data.image_count if fitted.steps_taken else 0))
+        return Reply(net.trained(), samples, local.const, class_totals(features, data.labels, logits.shape[1]))
+
+    def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
+        weights = site.fine_tune(averaged(server.weights, ups, site), self.server_loss)
+        mixture = mean_mixture([up.mixture for up in ups]) if ups else server.mixture
+        return self._state(weights, class_means([up.totals for up in ups], server.prototypes), mixture, site)
+
+    def _state(self, weights: Weights, prototypes: Tensor, mixture: BetaMixture, site: ServerSite) -> State:
+        """The state before the next round; a server with labels has its own prototypes and known scores."""
+        seen = site.outputs(weights)
+        if seen is not None and site.labelled is not None:
+            prototypes = class_means([class_totals(seen.features, site.labelled.labels, len(prototypes))], prototypes)
+            scores = subspace_score(seen.features, subspace_basis(prototypes))
+            mixture = mixture._replace(known=fitted_shapes(scores, torch.ones_like(scores), mixture.known))
+        site.note(beta_known=mixture.known.tolist(), beta_unknown=mixture.unknown.tolist())
+        return State(weights | {SUBSPACE_BASIS: subspace_basis(prototypes)}, prototypes, mixture)
+
+    def predict(self, net: Net, images: Tensor) -> Prediction:
+        output = net(images)
+        return Prediction(output.logits, 1 - output.heads["subspace"])
