@@ -3,11 +3,11 @@
     python results/tables.py STEM --floor METHOD --ceiling METHOD --vary KEY --vary KEY RUNS...
 
 writes STEM.csv (every run), STEM.curves.csv (metrics by round, mean over seeds) and prints the Markdown table.
-KEY is a dotted path into the recipe, such as scenario.partition or scenario.alpha. A run is called by its method, with
-the method's fields that are not at their defaults; batch norm that was chosen (`batchnorm=tracked`) and clients without
-unknown classes (`classes=known`) are told where they set runs apart: `openfl statistic=all`. Floor and ceiling are names
-of methods or such labels; the ceiling may deliver an average of its model (`fedavg-sl ema=0.9`). The share of the gap is
-computed seed by seed, over the seeds that have floor and ceiling.
+KEY is a dotted path into the recipe, such as scenario.partition or scenario.alpha. A run is called by its method and
+those of its fields that are not at their defaults: `openfl statistic=all`. Batch norm that was chosen
+(`batchnorm=tracked`) and clients without unknown classes (`classes=known`) set runs apart where
+they differ. Floor and ceiling are names of methods or such labels; the ceiling may deliver an average of its model
+(`fedavg-sl ema=0.9`). The share of the gap is computed seed by seed, over the seeds that have floor and ceiling.
 """
 
 import argparse

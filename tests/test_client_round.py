@@ -106,7 +106,7 @@ def test_counts_survive_an_interruption(counting: Parts, tmp_path: Path) -> None
     assert last.items() <= steps.items()
 
 
-# FedBN: model.batchnorm = "local"
+# FedBN, or local batch norm
 
 
 LOCAL = {"model": {"batchnorm": "local"}}

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from command import semifed
 from semifed.errors import UserError
 from semifed.report import Comparison, Row, compare_runs
 from semifed.report.compare import differing_keys, spread
+from semifed.report.gap import gap_caveat, gap_shares, gaps
 
 Curve = list[float | None]
 
@@ -65,9 +68,9 @@ def write_run(
     return path
 
 
-def printed(comparison: Comparison, width: int = 100) -> str:
+def printed(comparison: Comparison, width: int = 100, *, all_metrics: bool = False) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    comparison.table(console)
+    comparison.table(console, all_metrics=all_metrics)
     return console.export_text()
 
 
@@ -329,12 +332,14 @@ def test_page_has_the_table_and_a_chart_per_scenario(tmp_path: Path) -> None:
     comparison = many(tmp_path)
     html = page(comparison, tmp_path)
     parsed = Balanced(html)
-    heading, *rows = parsed.cells
+    tables = [list(own) for _, own in groupby(parsed.cells, key=len)]
+    (heading, *rows), (further, *others) = tables
     assert heading[:5] == ["method", "scenario. alpha", "seeds", "accuracy", "last 10"]
-    assert "AUROC mnist" in heading
-    assert len(rows) == 6
-    assert {len(row) for row in rows} == {len(heading)}
+    assert {"AUROC seen", "AUROC overall"} <= set(heading)
+    assert further == ["method", "scenario. alpha", "seeds", "AUROC mnist"]
+    assert len(rows) == len(others) == 6
     assert rows[0][1:4] == ["0.1", "2", "60.5 ± 0.7"]
+    assert others[0][1:] == ["0.1", "2", "90.0 ± 0.0"]
     assert parsed.tags.count("svg") == 3 * 2  # accuracy and two AUROCs, in two scenarios
     assert len(re.findall(r"<h3>scenario.alpha 0\.1</h3>", html)) == 3
     assert re.search(r"https?://|<script|<link|@import", html) is None
@@ -406,3 +411,175 @@ def test_novel_classes_are_ranked_by_accuracy_over_all(tmp_path: Path) -> None:
     assert comparison.metrics == ["all", "old", "new", "clusters"]
     assert re.search(r"high\s+1\s+70\.0\s+70\.0\s+80\.0\s+40\.0", printed(comparison, 80))
     assert "svg" in Balanced(page(comparison, tmp_path)).tags
+
+
+BySeed = dict[int, float]
+
+
+def write_runs(top: Path, method: str, ends: BySeed, **changes: Any) -> None:
+    for seed, end in ends.items():
+        name = "-".join([method, *(f"{key}{value}" for key, value in changes.items()), str(seed)])
+        write_run(top / re.sub(r"\W", "_", name), method, seed, [0.1, end], **changes)
+
+
+def by_method(comparison: Comparison) -> dict[str, Row]:
+    return {row.method: row for row in comparison.rows}
+
+
+def test_share_of_the_gap_is_paired_by_seed(tmp_path: Path) -> None:
+    floor, ceiling, own = np.array([0.5, 0.6]), np.array([0.9, 0.8]), np.array([0.6, 0.75])
+    write_runs(tmp_path, "server-only", dict(enumerate(floor)))
+    write_runs(tmp_path, "fedavg-sl", {**dict(enumerate(ceiling)), 7: 0.99})
+    write_runs(tmp_path, "sage", {**dict(enumerate(own)), 8: 0.2})
+    comparison = compare_runs([tmp_path])
+    rows = by_method(comparison)
+    shares = (own - floor) / (ceiling - floor)  # 25 % and 75 %; of the means it would be 42 %
+    assert rows["sage"].gap_share == pytest.approx((shares.mean(), shares.std(ddof=1), 2))
+    assert {row.method: row.role for row in comparison.rows} == {
+        "server-only": "floor",
+        "fedavg-sl": "ceiling",
+        "sage": "",
+    }
+    text = printed(comparison, 140)
+    assert re.search(r"sage\s+3\s.*\s50 ± 35 \(2 of 3\)\s", text)
+    assert re.search(r"server-only\s+2\s.*\sfloor\s", text)
+    assert "from the floor (server-only) to the ceiling (fedavg-sl) in accuracy" in " ".join(text.split())
+    cells = Balanced(page(comparison, tmp_path)).cells
+    column = cells[0].index("gap closed")
+    assert {row[0]: row[column] for row in cells[1:4]} == {
+        "sage": "50 ± 35 (2 of 3)",
+        "server-only": "floor",
+        "fedavg-sl": "ceiling",
+    }
+
+
+@given(*(st.dictionaries(st.integers(0, 5), st.floats(0, 1), max_size=6) for _ in range(3)))
+def test_shares_are_those_of_a_loop(own: BySeed, floor: BySeed, ceiling: BySeed) -> None:
+    expected = {}
+    for seed in range(6):
+        if seed in own and seed in floor and seed in ceiling and ceiling[seed] > floor[seed]:
+            expected[seed] = (own[seed] - floor[seed]) / (ceiling[seed] - floor[seed])
+    assert gap_shares(own, floor, ceiling) == expected
+    assert gap_shares(ceiling, floor, ceiling) == dict.fromkeys(gap_shares(ceiling, floor, ceiling), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("floor", "ceiling", "said"),
+    [
+        ({0: 0.5, 1: 0.5}, {0: 0.6, 1: 0.7}, ""),
+        ({0: 0.5}, {0: 0.579}, "floor and ceiling are only 7.9 points apart, too little to rank methods by shares"),
+        ({0: 0.5}, {0: 0.5}, "the ceiling is not above the floor, so there are no shares"),
+        ({0: 0.5}, {1: 0.9}, "floor and ceiling have no seed in common, so there are no shares"),
+        ({0: 0.5, 1: 0.5}, {0: 0.9, 1: 0.4}, "left out, as the ceiling is not above the floor: seed 1"),
+    ],
+)
+def test_what_a_gap_is_worth(floor: BySeed, ceiling: BySeed, said: str) -> None:
+    assert gap_caveat(gaps(floor, ceiling)) == said
+
+
+def test_floor_and_ceiling_belong_to_their_scenario(tmp_path: Path) -> None:
+    ends = {0.1: {"server-only": 0.2, "sage": 0.3, "fedavg-sl": 0.6}, 1.0: {"server-only": 0.6, "sage": 0.65}}
+    for alpha, own in ends.items():
+        for method, end in own.items():
+            write_runs(tmp_path, method, {0: end}, scenario={"alpha": alpha})
+    write_runs(tmp_path, "sage", {0: 0.7}, scenario={"partition": "iid"})
+    write_runs(tmp_path, "server-only", {0: 0.68}, scenario={"partition": "iid"})
+    write_runs(tmp_path, "fedavg-sl", {0: 0.72}, scenario={"partition": "iid"})
+    comparison = compare_runs([tmp_path])
+    found = {
+        (row.differences["scenario.partition"], row.differences["scenario.alpha"]): row.gap_share
+        for row in comparison.rows
+        if row.method == "sage"
+    }
+    assert found == {
+        ("dirichlet", "0.1"): pytest.approx((0.25, None, 1)),
+        ("dirichlet", "1"): None,
+        ("iid", "0.1"): pytest.approx((0.5, None, 1)),
+    }
+    text = " ".join(printed(comparison, 160).split())
+    assert "gap closed at scenario.partition iid, scenario.alpha 0.1: floor and ceiling are only 4.0 points" in text
+    assert text.count("points apart") == 1
+
+
+def test_floor_and_ceiling_can_be_chosen(tmp_path: Path) -> None:
+    for method, end in (("fedavg", 0.4), ("sage", 0.7), ("server-only", 0.3), ("fedavg-sl", 0.8)):
+        write_runs(tmp_path, method, {0: end})
+    write_runs(tmp_path, "sage", {0: 0.6}, fields={"kappa": 2.0})
+    write_runs(tmp_path, "sage", {0: 0.5}, fields={"kappa": 1.0})
+    chosen = compare_runs([tmp_path], floor="fedavg", ceiling="sage, method.kappa 2")
+    assert {row.label: row.role for row in chosen.rows if row.role} == {
+        "fedavg": "floor",
+        "sage, method.kappa 2": "ceiling",
+    }
+    shares = {row.label: row.gap_share.mean for row in chosen.rows if row.gap_share}
+    assert shares["sage, method.kappa 1"] == pytest.approx(0.5)
+    assert shares["server-only"] == pytest.approx(-0.5)
+    assert "−50" in printed(chosen, 140)
+    with pytest.raises(UserError, match="--floor: there is no run of 'fedawg'; did you mean 'fedavg'"):
+        compare_runs([tmp_path], floor="fedawg")
+    with pytest.raises(UserError, match="--ceiling: there is no run of"):
+        compare_runs([tmp_path], ceiling="nothing")
+
+
+def test_of_several_ceilings_the_strongest_counts(tmp_path: Path) -> None:
+    write_runs(tmp_path, "server-only", {0: 0.2, 1: 0.2})
+    write_runs(tmp_path, "fedavg-sl", {0: 0.6, 1: 0.6}, fields={"ema": 0.0})
+    write_runs(tmp_path, "fedavg-sl", {0: 0.7, 1: 0.7}, fields={"ema": 0.9})
+    write_runs(tmp_path, "fedavg-sl", {0: 0.9}, fields={"ema": 0.99})  # one seed only
+    roles = {row.label: row.role for row in compare_runs([tmp_path]).rows}
+    assert [label for label, role in roles.items() if role == "ceiling"] == ["fedavg-sl, method.ema 0.9"]
+
+
+def test_without_both_ends_there_is_no_gap(tmp_path: Path) -> None:
+    write_runs(tmp_path, "server-only", {0: 0.2})
+    write_runs(tmp_path, "sage", {0: 0.4})
+    assert "gap" not in printed(compare_runs([tmp_path]), 160)
+    assert "no block has finished runs of both" in printed(compare_runs([tmp_path], floor="server-only"), 160)
+    write_run(tmp_path / "half", "fedavg-sl", 0, [0.1, 0.9], finished=False)
+    assert not any(row.role for row in compare_runs([tmp_path]).rows)
+
+
+def test_other_models_and_scores_fill_a_table_of_their_own(tmp_path: Path) -> None:
+    metrics: dict[str, float | None] = {
+        "auroc_seen": 0.9,
+        "auroc_overall": 0.91,
+        "current.accuracy": 0.123,
+        "msp.auroc_seen": 0.456,
+        "energy.auroc_unseen.mnist": 0.789,
+        "fpr95_seen": 0.234,
+    }
+    write_run(tmp_path / "a", "sage", metrics=metrics)
+    comparison = compare_runs([tmp_path])
+    brief = printed(comparison, 120)
+    assert {"91.0", "90.0"} <= set(brief.split())
+    assert not {"12.3", "45.6", "78.9", "23.4"} & set(brief.split())
+    assert "4 further metrics: semifed compare --all-metrics." in brief
+    for width in (40, 120):
+        whole = printed(comparison, width, all_metrics=True)
+        assert {"12.3", "45.6", "78.9", "23.4"} <= set(whole.split())
+        assert "further metrics" not in whole
+    tables = [list(own) for _, own in groupby(Balanced(page(comparison, tmp_path)).cells, key=len)]
+    assert not {"12.3", "45.6"} & set(tables[0][1])
+    assert {"12.3", "45.6", "78.9", "23.4"} <= set(tables[1][1])
+    assert "current accuracy" in tables[1][0]
+
+
+def test_the_command_takes_floor_and_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for method, end in (("fedavg", 0.4), ("sage", 0.5), ("fedavg-sl", 0.8)):
+        write_runs(tmp_path / "runs", method, {0: end})
+    arguments = ("compare", str(tmp_path / "runs"), "--floor", "fedavg", "--html", str(tmp_path / "c.html"))
+    outcome = semifed(capsys, *arguments)
+    assert outcome.code == 0
+    assert "gap closed: share of the way from the floor (fedavg)" in " ".join(outcome.out.split())
+    assert '<td class="number">25</td>' in (tmp_path / "c.html").read_text(encoding="utf-8")
+    wrong = semifed(capsys, "compare", str(tmp_path / "runs"), "--ceiling", "fedavgsl")
+    assert wrong.code == 2
+    assert "did you mean 'fedavg-sl'?" in wrong.err
+
+
+def test_a_sweep_refuses_a_foreign_floor_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("sweep", "quickstart", "method=fedfixmatch,openfl", "--out", str(tmp_path / "g"))
+    outcome = semifed(capsys, *arguments, "--floor", "server-only")
+    assert outcome.code == 2
+    assert "--floor: there is no run of 'server-only'" in outcome.err
+    assert not (tmp_path / "g").exists()

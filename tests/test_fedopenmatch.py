@@ -134,15 +134,16 @@ def parts_of(labels: str = "server", **options: Any) -> Parts:
 
 
 def place_of(parts: Parts) -> Workplace:
-    """A network far from its initial weights, so that it is sure of some images and not of others."""
-    place = build_workplace(parts.recipe, (1, 8, 8), KNOWN)
-    generator = torch.Generator().manual_seed(7)
-    moved = {
-        name: tensor + 0.3 * (drawn_ if "heads" in name or "classifier" in name else drawn_.abs())
-        for name, tensor in place.net.state().items()
-        for drawn_ in [torch.randn(tensor.shape, generator=generator)]
-    }
-    place.net.load(moved)
+    """A network whose outputs on the client's images are spread around zero: it is sure of some and not of others."""
+    place, data = build_workplace(parts.recipe, (1, 8, 8), KNOWN), parts.scenario.client(1)
+    images = data.views.plain(data.images[data.unlabelled])
+    place.net.recalibrate(images)
+    state = place.net.state()
+    last = {"classifier": "classifier", "ova": "heads.ova.layers.2"}
+    place.net.load({f"{name}.weight": 4 * state[f"{name}.weight"] for name in last.values()})
+    output = says(place.net, images)
+    means = {"classifier": output.logits.mean(dim=0), "ova": output.heads["ova"].mean(dim=0).flatten()}
+    place.net.load({f"{name}.bias": state[f"{name}.bias"] - means[key] for key, name in last.items()})
     return place
 
 
@@ -187,9 +188,7 @@ def test_loss(labels: str, omega: float) -> None:
     parts = parts_of(labels, adjustment=omega)
     net, batch, const = first_step(parts)
     loss = method_of(parts).loss(net, batch, const)
-    net.network.eval()
-    plain = says(net, batch.unlabelled.plain)
-    net.network.train()
+    plain = says(place_of(parts).net, batch.unlabelled.plain)  # as received: training has moved no statistics yet
     weak, strong = says(net, batch.unlabelled.weak), says(net, batch.unlabelled.strong)
     guesses, used, detector = [], [], []
     decided = log_decision(strong.heads["ova"], omega)

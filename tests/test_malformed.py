@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -92,6 +93,7 @@ WRONG: dict[type, list[str]] = {
     float: ["fast", "true", "[1.0]", "{a=1}", '""', '"0.1"', "nan", "inf", "-inf", "-1", "1e300", "٣"],
     bool: ["yes", "1", "0", "[true]", "{a=1}", '"true"', "nan"],
     str: ["3", "0.5", "true", "['a']", "{a=1}", '""', '"a\\u0000b"', '"a\\nb"', f'"{"x" * 5000}"', "1979-05-27"],
+    Mapping: ["word", "3", "true", "[]", '""', "{ova=3}", "{ova=''}"],
     tuple: ["word", "3", "true", "{a=1}", "[[1]]", "[{a=1}]", "[nan]"],
 }
 

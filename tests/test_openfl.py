@@ -1,7 +1,6 @@
 """OpenFL, FedSSB and FedSSB-EMA against their formulas, in their limits, and with clients that misbehave."""
 
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from toys import Outcome, Quiet, equal_weights, run_toy, toy_parts, toy_recipe
 
 GATES = {"threshold": 0.6, "known_threshold": 0.45, "negative_threshold": 0.5}  # of a hardly trained model
 Changes = dict[str, dict[str, Any]]
+SHORT: Changes = {"server": {"warmup_epochs": 2}}  # for whole runs in which the gates do not matter
 
 
 def parts_of(labels: str = "server", changes: Changes | None = None, name: str = "openfl", **options: Any) -> Parts:
@@ -448,7 +448,7 @@ def test_a_class_of_which_no_client_of_the_round_has_labels_keeps_its_pivot() ->
     [(0.0, [True, True, True]), (0.5, [False, False, True]), (1.0, [False] * 3)],
 )
 def test_rounds_of_alignment(share: float, expected: list[bool], tmp_path: Path) -> None:
-    outcome = run_toy(parts_of(align_after=share), tmp_path / "run")
+    outcome = run_toy(parts_of("server", SHORT, align_after=share), tmp_path / "run")
     assert [bool(exchange.down.aligning) for exchange in outcome.exchanges] == expected
     assert ["align" in line["loss"] for line in outcome.rounds[1:]] == expected
     assert [len(line["alignment"]) > 0 for line in outcome.rounds[1:]] == expected
@@ -471,7 +471,7 @@ def test_the_share_of_rounds_is_exact(percent: int) -> None:
 
 
 def test_with_labels_at_clients_alignment_waits_for_pivots(tmp_path: Path) -> None:
-    outcome = run_toy(parts_of("clients"), tmp_path / "run")
+    outcome = run_toy(parts_of("clients", SHORT), tmp_path / "run")
     assert [bool(exchange.down.aligning) for exchange in outcome.exchanges] == [False, True, True]
 
 
@@ -483,7 +483,7 @@ def projection(weights: Weights) -> Weights:
 
 
 def test_the_projection_does_not_move_before_alignment(tmp_path: Path) -> None:
-    parts = parts_of(align_after=1.0)
+    parts = parts_of("server", SHORT, align_after=1.0)
     assert parts.recipe.local.weight_decay > 0
     start = projection(place_of(parts).net.state())
     assert start
@@ -555,7 +555,7 @@ def test_each_part_of_openfl_matters(part: str) -> None:
 
 
 def test_the_average_of_fedssb_ema_watches_without_touching(tmp_path: Path) -> None:
-    plain, watched = parts_of(name="fedssb"), parts_of(name="fedssb-ema")
+    plain, watched = (parts_of("server", SHORT, name) for name in ("fedssb", "fedssb-ema"))
     one, other = run_toy(plain, tmp_path / "plain"), run_toy(watched, tmp_path / "watched")
     for mine, theirs in zip(one.exchanges, other.exchanges, strict=True):
         assert equal_weights(mine.down.weights, theirs.down.weights)
@@ -568,9 +568,6 @@ def test_the_average_of_fedssb_ema_watches_without_touching(tmp_path: Path) -> N
 
 
 # What a client reports
-
-
-Statistic = Callable[[Sequence[float], Sequence[bool]], tuple[float, int]]
 
 
 @pytest.mark.parametrize("statistic", ["gated", "all", "all_pre"])
@@ -609,7 +606,7 @@ def test_the_reported_alignment(statistic: str, view: str) -> None:
     if statistic == "all_pre":
         before = reference.alignments(plain[2], pivots, label, gated, 0.5)
         total, count = sum(before), len(before)
-    assert count >= 5
+    assert sum(gated) >= 5
     expected = total / count
     if statistic != "gated":
         expected -= math.log(3) - 1 / 0.5
@@ -640,6 +637,21 @@ def test_a_client_without_any_gated_image_reports_chance(statistic: str, closed:
         assert float(reply.up.alignment) == pytest.approx(math.log(3), rel=1e-6)
     else:
         assert float(reply.up.alignment) > 0
+
+
+@pytest.mark.parametrize("distinct", [4, 5])
+def test_few_gated_images_say_nothing_however_often_they_are_seen(distinct: int) -> None:
+    parts = parts_of("server", {"local": {"epochs": 4}})
+    state = setup_of(parts)
+    net, data = place_of(parts).net, parts.scenario.client(1)
+    net.load(state.weights)
+    logits, ova, _ = seen(net, data.views.plain(data.images[data.unlabelled]))
+    _, confident, known, _ = reference.masks(logits, ova, *GATES.values())
+    gated = torch.tensor([a and b for a, b in zip(confident, known, strict=True)])
+    chosen = torch.cat([data.unlabelled[gated][:distinct], data.unlabelled[~gated][:6]])
+    assert len(chosen) == distinct + 6
+    reply = answered(parts, parts.method.broadcast(state), data=data._replace(unlabelled=chosen))
+    assert (float(reply.up.alignment) == pytest.approx(math.log(3), rel=1e-6)) == (distinct < 5)
 
 
 def test_a_client_of_unknowns_only(tmp_path: Path) -> None:
@@ -685,7 +697,7 @@ def test_a_client_with_labels_only() -> None:
 
 
 def test_a_round_in_which_no_client_passes(tmp_path: Path) -> None:
-    outcome = run_toy(parts_of(known_threshold=1.0), tmp_path / "run")
+    outcome = run_toy(parts_of("server", SHORT, known_threshold=1.0), tmp_path / "run")
     for line in outcome.rounds[1:]:
         assert line["alignment"] == pytest.approx([math.log(3)] * 3, rel=1e-6)
         assert line["client_weights"] == pytest.approx([1 / 3] * 3, rel=1e-9)
@@ -758,7 +770,7 @@ def test_no_claim_takes_over_or_breaks_a_round(claim: float, tmp_path: Path, mon
 
 
 def test_a_claim_that_is_no_number_costs_that_clients_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome, reporter = claimed_run(parts_of(), tmp_path / "run", monkeypatch, math.nan)
+    outcome, reporter = claimed_run(parts_of("server", SHORT), tmp_path / "run", monkeypatch, math.nan)
     told = [failure for line in outcome.rounds for failure in line["failures"]]
     assert told
     assert {failure["client"] for failure in told} == {2}
@@ -779,7 +791,7 @@ def test_a_broken_update_is_refused_before_it_is_averaged(tmp_path: Path, monkey
         return reply._replace(up=reply.up._replace(weights=weights))
 
     monkeypatch.setattr("semifed.engines.local.client_round", broken)
-    outcome = run_toy(parts_of(), tmp_path / "run")
+    outcome = run_toy(parts_of("server", SHORT), tmp_path / "run")
     assert {failure["client"] for line in outcome.rounds for failure in line["failures"]} == {2}
     assert all(bool(torch.isfinite(tensor).all()) for tensor in outcome.weights.values())
 

@@ -17,11 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
+from scipy.stats import rankdata
 
 from semifed.errors import UserError
 from semifed.report import draw_partition, partition_table, words, write_report
+from semifed.report.openset import (
+    effective_clients,
+    feature_map,
+    gate_chart,
+    other_models,
+    score_table,
+    steadiness,
+    step_deviation,
+    trust_charts,
+    within_round_correlation,
+)
 from semifed.report.partition import _class_groups
-from semifed.report.rundir_reader import find_runs, read_run
+from semifed.report.rundir_reader import Reliability, find_runs, read_run
 from semifed.report.svg import PALETTE
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -377,7 +389,7 @@ def test_a_round_that_was_repeated_after_a_resume_counts_once(tmp_path: Path) ->
     assert read_run(write_run(tmp_path / "run", rounds=rounds)).total("seconds") == 5.0
 
 
-@pytest.mark.parametrize("name", ["recipe.toml", "summary.json", "partition.json", "scores.json"])
+@pytest.mark.parametrize("name", ["recipe.toml", "summary.json", "partition.json", "scores.json", "features.json"])
 def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     run = whole_run(tmp_path / "run")
     (run / name).write_text("[1,", encoding="utf-8")
@@ -535,6 +547,24 @@ def test_partition_table_is_summarised_for_many_clients() -> None:
 
 
 @pytest.mark.parametrize(
+    ("metric", "parts", "title"),
+    [
+        ("accuracy", ("", "accuracy"), "Accuracy"),
+        ("auroc_unseen.mnist", ("", "auroc_unseen.mnist"), "AUROC, unseen set mnist"),
+        ("auroc_unseen.old", ("", "auroc_unseen.old"), "AUROC, unseen set old"),
+        ("current.accuracy", ("current", "accuracy"), "Accuracy (model in training)"),
+        ("msp.auroc_unseen.a.b", ("msp", "auroc_unseen.a.b"), "AUROC, unseen set a.b (highest probability, MSP)"),
+        ("best.energy.auroc_seen", ("best.energy", "auroc_seen"), "AUROC, seen unknowns (best, energy)"),
+        ("some.thing", ("", "some.thing"), "some.thing"),
+    ],
+)
+def test_metrics_of_other_models_and_scores_keep_their_names(metric: str, parts: tuple[str, str], title: str) -> None:
+    assert words.split_metric(metric) == parts
+    assert words.metric_title(metric) == title
+    assert words.is_fraction(metric) is (metric != "some.thing")
+
+
+@pytest.mark.parametrize(
     ("seconds", "shown"),
     [
         (0, "0.0 s"),
@@ -563,3 +593,220 @@ def test_durations(seconds: float, shown: str) -> None:
 )
 def test_traffic(amount: float, shown: str) -> None:
     assert words.traffic(amount) == shown
+
+
+FEATURES = {
+    "points": [[0.0, 0.0], [1.0, 0.5], [1.1, 0.6], [3.0, 3.0], [4.0, 3.0]],
+    "class": [0, 1, 1, -1, -1],
+    "names": [NASTY, "Coat"],
+    "pivots": [[0.1, 0.1], [1.0, 0.6]],
+    "pivots_are": "pivots of the method",
+    "explained": [0.25, 0.125],
+    "space": "projection",
+}
+
+
+def open_set_line(number: int) -> dict[str, Any]:
+    """A round of a method with a gate, pivots, trust in clients, a second model and further scores."""
+    rng = np.random.default_rng(number)
+    line = round_line(number)
+    line["metrics"] |= {
+        "current.accuracy": 0.5 + 0.1 * (number % 2),
+        "current.auroc_seen": 0.8,
+        "msp.auroc_seen": 0.7,
+        "msp.auroc_overall": 0.71,
+        "energy.auroc_seen": 0.6,
+        "energy.auroc_overall": 0.61,
+    }
+    line["pivot_norm"] = 0.9 - number / 100
+    if number:
+        clients = [4, 0, 7, 2]
+        correct = rng.permutation(50)[:4].tolist()
+        line |= {
+            "clients": clients,
+            "gate": {"pass_known": 0.745, "pass_unknown": 0.105, "purity": 0.92},
+            "per_client": {"client": clients[::-1], "correct": correct[::-1], "used": [50] * 4, "seen": [60] * 4},
+            "client_weights": [0.5, 0.25, 0.125, 0.125],
+            "alignment": [] if number == 1 else [2 - right / 100 for right in correct],
+        }
+    return line
+
+
+def open_set_run(path: Path, rounds: int = 9) -> Path:
+    scores = {**SCORES, "confidence": {**SCORES, "sets": {"seen": [50, 0]}}}
+    lines = [open_set_line(number) for number in range(rounds)]
+    return write_run(path, recipe(rounds=rounds - 1), lines, scores=scores, features=FEATURES)
+
+
+def test_open_set_run_shows_every_picture(tmp_path: Path) -> None:
+    html, page = page_of(open_set_run(tmp_path / "run"))
+    for expected in (
+        "known images let through, of all known 74.5",
+        "unknown images let through, of all unknown 10.5",
+        "known, of all let through 92.0",
+        "right, of all pseudo-labels used 93.0",
+        "length of the mean 0.82",
+        "early (round 2 to 5): rank correlation −1.00",
+        "late (round 6 to 8): rank correlation −1.00",
+        "effective number 2.91 took part 4",
+        "delivered 130.0 model in training 50.0",
+        "Confidence on the test images",
+        f"{NASTY} 1 image Coat 2 images unknown classes 2 images pivots of the method",
+        "two principal axes with 38 % of the variance",
+        "the method's own 90.0 90.0 92.5 92.5",
+        "highest probability, MSP 70.0 70.0 71.0 71.0",
+        "energy 60.0 60.0 61.0 61.0",
+    ):
+        assert expected in page.text
+    # families and loss; models in two metrics; pseudo-labels; gate and pivots; map; trust; histograms
+    assert page.tags.count("svg") == 3 + 2 + 2 + 2 + 1 + 2 + 2
+    assert {"star", "dot"} <= set(re.findall(r'class="swatch (\w+)"', html))
+
+
+def test_open_set_pictures_follow_the_page(tmp_path: Path) -> None:
+    html, page = page_of(open_set_run(tmp_path / "run"))
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", html)) <= {
+        "none",
+        *(f"var(--{name}, {shade.light})" for name, shade in PALETTE.items()),
+    }
+    assert all(value.startswith("#") for name, value in page.attributes if name.endswith(("href", "src")))
+    assert "b" in page.tags
+    assert html.count("<b>") == html.count("</b>") == len(re.findall(r" <b>[^<]*</b></li>", html))
+
+
+def test_metrics_of_other_models_stay_out_of_the_learning_curves(tmp_path: Path) -> None:
+    html, _ = page_of(open_set_run(tmp_path / "run"))
+    curves = re.search(r'<section id="curves">.*?</section>', html, flags=re.DOTALL)
+    assert curves is not None
+    assert "MSP" not in curves.group()
+    assert "model in training" not in curves.group()
+
+
+def test_runs_without_open_set_data_have_no_such_sections(tmp_path: Path) -> None:
+    html, _ = page_of(whole_run(tmp_path / "run"))
+    sections = re.findall(r'<section id="([^"]+)"', html)
+    assert {"curves", "pseudo-labels", "scores"} <= set(sections)
+    assert not {"steadiness", "gate", "features", "trust"} & set(sections)
+
+
+def test_alignment_meets_the_correct_labels_of_the_same_client(tmp_path: Path) -> None:
+    line = round_line(1, clients=[5, 3, 9], alignment=[1.5, 1.3, None])
+    line["per_client"] = {"client": [9, 3, 5], "correct": [90, 30, 50], "used": [1, 1, 1], "seen": [1, 1, 1]}
+    other = round_line(2, clients=[5, 3], alignment=[1.5])
+    other["per_client"] = line["per_client"]
+    first, second = read_run(write_run(tmp_path / "run", rounds=[line, other])).rounds
+    assert first.reliability == (Reliability(1.5, 50), Reliability(1.3, 30))
+    assert second.reliability == ()  # whose loss it is cannot be told
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 9)), min_size=0, max_size=7), min_size=1, max_size=5)
+)
+def test_correlation_is_that_of_ranks_within_rounds(rounds: list[list[tuple[int, int]]]) -> None:
+    each = []
+    for clients in rounds:
+        ranks = np.array([rankdata([pair[side] for pair in clients]) for side in (0, 1)])
+        if len(clients) > 1 and (np.ptp(ranks, axis=1) > 0).all():
+            each.append(np.corrcoef(ranks)[0, 1])
+    found = within_round_correlation([[Reliability(*pair) for pair in clients] for clients in rounds])
+    assert found == (pytest.approx(np.mean(each), abs=1e-9) if each else None)
+
+
+def test_levels_that_move_from_round_to_round_are_no_correlation() -> None:
+    # Over all points loss and labels fall together; within each round they go apart.
+    rounds = [[Reliability(10.0 * r + i, 10.0 * r - i) for i in range(3)] for r in range(4)]
+    assert within_round_correlation(rounds) == pytest.approx(-1)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20))
+def test_effective_clients_lie_between_one_and_all(weights: list[float]) -> None:
+    shares = np.array(weights) / np.sum(weights)
+    found = effective_clients(weights)
+    assert found == pytest.approx(1 / (shares**2).sum())
+    assert 1 - 1e-9 <= (found or 0) <= len(weights) + 1e-9
+    assert effective_clients([0.0]) is None
+
+
+def test_equal_weights_need_no_picture(tmp_path: Path) -> None:
+    lines = [round_line(number, client_weights=[0.25] * 4) for number in range(3)]
+    assert trust_charts(read_run(write_run(tmp_path / "equal", rounds=lines))) == []
+    lines[2]["client_weights"] = [0.4, 0.2, 0.2, 0.2]
+    (chart,) = trust_charts(read_run(write_run(tmp_path / "unequal", rounds=lines)))
+    assert [(entry.name, entry.value) for entry in chart.legend] == [("effective number", "3.57"), ("took part", "4")]
+
+
+@given(st.lists(st.floats(0, 1), max_size=20))
+def test_steps_are_numpys(values: list[float]) -> None:
+    late = np.diff(np.array(values)[len(values) // 2 :])
+    found = step_deviation(list(values))
+    assert found == (pytest.approx(late.std(ddof=1), abs=1e-12) if len(late) > 1 else None)
+
+
+def test_steadiness_compares_the_models(tmp_path: Path) -> None:
+    run = read_run(open_set_run(tmp_path / "run"))
+    assert other_models(run) == ["current"]  # MSP and energy are scores, not models
+    table = steadiness(run)
+    assert table is not None
+    # tests 4 to 8: the delivered one climbs evenly, the other jumps by ±0.1
+    jump = 100 * np.std([0.1, -0.1, 0.1, -0.1], ddof=1)
+    assert table.rows == [("delivered", ["0.00", "0.00", "0.00"]), ("model in training", [f"{jump:.2f}", "0.00", "–"])]
+    assert "last 5 tests" in table.note
+    assert steadiness(read_run(whole_run(tmp_path / "alone"))) is None
+
+
+def test_only_scores_are_compared_by_auroc(tmp_path: Path) -> None:
+    table = score_table(read_run(open_set_run(tmp_path / "run")))
+    assert table is not None
+    assert [name for name, _ in table.rows] == ["the method's own", "highest probability, MSP", "energy"]
+    assert score_table(read_run(whole_run(tmp_path / "alone"))) is None
+
+
+def test_gate_without_values_is_no_picture(tmp_path: Path) -> None:
+    nothing = {"pass_known": None, "pass_unknown": None, "purity": None}
+    lines = [round_line(number, gate=nothing) for number in range(3)]
+    assert gate_chart(read_run(write_run(tmp_path / "none", rounds=lines))) is None
+    lines[2]["gate"] = {**nothing, "purity": 0.5}
+    chart = gate_chart(read_run(write_run(tmp_path / "one", rounds=lines)))
+    assert chart is not None
+    assert [entry.name for entry in chart.legend] == ["known, of all let through", "right, of all pseudo-labels used"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stars", "dots"),
+    [
+        ({}, 2, 5),
+        ({"pivots": None}, 0, 5),
+        ({"pivots": [None, [1.0, 0.6]]}, 1, 5),
+        ({"pivots": [[0.0, None], [1.0]]}, 0, 5),
+        ({"points": [[0.0, None], *FEATURES["points"][1:]]}, 2, 4),
+        ({"names": []}, 2, 5),
+    ],
+)
+def test_map_draws_what_is_there(tmp_path: Path, changes: dict[str, Any], stars: int, dots: int) -> None:
+    run = read_run(write_run(tmp_path / "run", features={**FEATURES, **changes}))
+    chart = feature_map(run)
+    assert chart is not None
+    marks = re.findall(r"<use [^>]*/>", chart.svg)
+    assert len(marks) == stars + dots
+    assert sum(int(entry.value.split()[0]) for entry in chart.legend if entry.value) == dots
+    assert any(entry.mark == "star" for entry in chart.legend) is (stars > 0)
+
+
+@pytest.mark.parametrize("features", [{}, {"points": []}, {"points": None, "class": [1]}, {"points": "x", "names": 3}])
+def test_map_of_nothing_is_left_out(tmp_path: Path, features: dict[str, Any]) -> None:
+    assert feature_map(read_run(write_run(tmp_path / "run", features=features))) is None
+
+
+def test_twenty_classes_of_a_map_look_different(tmp_path: Path) -> None:
+    many = {"points": [[i, i] for i in range(21)], "class": [*range(20), -1], "names": [f"n{i}" for i in range(20)]}
+    chart = feature_map(read_run(write_run(tmp_path / "run", features=many)))
+    assert chart is not None
+    assert len({(entry.colour, entry.mark) for entry in chart.legend}) == 21
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    html, page = page_of(open_set_run(tmp_path / "run", rounds=1500))
+    assert len(html) < 1_500_000
+    assert "rank correlation −1.00" in page.text

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from semifed import __version__
 from semifed.errors import UserError, nearest
@@ -114,6 +115,32 @@ def compare(
     if html is not None:
         comparison.write_html(html)
         _say(f"written: {html}")
+
+
+@app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run; only its model/ is used.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE_OR_FOLDER...", help="What to look at.")],
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to this file too.")] = None,
+) -> None:
+    """Name the class of images, or call them unknown."""
+    from semifed.predict import images_of, load_model, write_csv
+
+    model = load_model(run)
+    answers = list(model.answers(images_of(images)))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("image", overflow="fold")
+    table.add_column("label", overflow="fold")
+    table.add_column("confidence", justify="right")
+    table.add_column("unknown score", justify="right")
+    for image, label, confidence, score in answers:
+        table.add_row(Text(str(image)), Text(label), f"{confidence:.3f}", f"{score:.4g}")
+    _terminal().print(table, highlight=False, markup=False)
+    if not model.rejects:
+        _say("This model calls nothing unknown: its server held no labels to set a threshold with.")
+    if csv is not None:
+        write_csv(answers, csv)
+        _say(f"written: {csv}")
 
 
 @app.command()

@@ -125,10 +125,11 @@ class Evaluator:
         labels = self._truth[shown]
         if projected:  # directions are what alignment and pivots are made of
             vectors = F.normalize(torch.cat([output.heads["projection"] for output in outputs]), dim=1)
-            own = pivots is not None and pivots.shape == (classes, vectors.shape[1])
-            centres = F.normalize(pivots if own else class_directions(vectors[: len(shown)], labels, classes), dim=1)
+            means = class_directions(vectors[: len(shown)], labels, classes)
+            own = pivots is not None and pivots.shape == means.shape
+            centres = F.normalize(pivots if pivots is not None and own else means, dim=1)
         else:
-            own, vectors = False, torch.cat([output.features for output in outputs])
+            vectors, own = torch.cat([output.features for output in outputs]), False
             counts = torch.bincount(labels, minlength=classes)[:, None]
             centres = class_sums(vectors[: len(shown)], labels, classes) / counts
         axes, middle, explained = principal_axes(vectors)

@@ -8,6 +8,7 @@ images its model has learnt. The delivered model's threshold has the same rank a
 """
 
 import copy
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from semifed.data.client import ClientData
 from semifed.fit import Diverged
 from semifed.methods import AnyMethod
 from semifed.net import Net
@@ -44,36 +44,44 @@ def rejection_threshold(
 
     `site` is the server before its first round, `initial` the weights it starts from.
     """
-    held = site.labelled
-    if held is None:
+    if site.labelled is None:
         return Threshold(None, "nothing: the server holds no labels")
     rank, source = accept, ROUGH
-    if hold_out and int(torch.bincount(held.labels).min()) > 1:  # a class that is all held out cannot be learnt
+    if hold_out and int(torch.bincount(site.labelled.labels).min()) > 1:  # else a class could not be learnt at all
         try:
-            ranks = held_out_ranks(method, site, held, initial)
+            found = np.concatenate([ranks(new, learnt) for new, learnt in held_out(method, site, initial)])
+            rank = float(np.quantile(found, accept))
+            source = f"the server's {len(found)} labelled images, each held out once in {FOLDS} folds"
         except Diverged:
             pass
-        else:
-            rank = float(np.quantile(ranks, accept))
-            source = f"the server's {len(ranks)} labelled images, each held out once in {FOLDS} folds"
     site.net.load(delivered)
-    return Threshold(float(np.quantile(_of_views(method, site, held), rank)), source)
+    return Threshold(float(np.quantile(scores_of_views(method, site), rank)), source)
 
 
-def held_out_ranks(method: AnyMethod, site: ServerSite, held: ClientData, initial: Weights) -> Scores:
-    """For each labelled image its rank, from 0 to 1, among views of those that a model without it has learnt."""
+def held_out(method: AnyMethod, site: ServerSite, initial: Weights) -> Iterator[tuple[Scores, Scores]]:
+    """For each fold, what a model trained without it scores on it, and on views of the images it has learnt."""
+    held = site.labelled
+    assert held is not None
     fold_of = folds(held.labels, FOLDS, site.stream("folds"))
-    ranks = np.empty(len(fold_of))
     for fold in fold_of.unique().tolist():
         out = fold_of == fold
-        rest = held._replace(labelled=held.labelled[~out], labels=held.labels[~out])
         there = copy.copy(site)
-        there.labelled, there.notes = rest, {}
+        there.labelled = held._replace(labelled=held.labelled[~out], labels=held.labels[~out])
+        there.notes = {}
         site.net.load(method.delivered(method.setup(initial, there)))
-        learnt = np.sort(_of_views(method, there, rest))
-        new = _scores(method, site.net, held.views.plain(held.images[held.labelled[out]]))
-        ranks[out.numpy()] = np.searchsorted(learnt, new) / len(learnt)
-    return ranks
+        yield (
+            scores(method, site.net, held.views.plain(held.images[held.labelled[out]])),
+            scores_of_views(method, there),
+        )
+
+
+def ranks(new: Scores, learnt: Scores) -> Scores:
+    """How far up each of the new scores lies among the others, from 0 to 1.
+
+    >>> ranks(np.array([0.1, 0.35, 0.9]), np.array([0.4, 0.2, 0.3, 0.5]))
+    array([0. , 0.5, 1. ])
+    """
+    return np.searchsorted(np.sort(learnt), new) / len(learnt)
 
 
 def folds(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -85,18 +93,20 @@ def folds(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return fold
 
 
-def _of_views(method: AnyMethod, site: ServerSite, held: ClientData) -> Scores:
+def scores_of_views(method: AnyMethod, site: ServerSite) -> Scores:
     """Scores of plain, weak and strong views in equal numbers: from what was learnt by heart to what is hard."""
-    images, views = held.images[held.labelled], held.views
-    stream = site.stream("views for the threshold")
-    plain = _scores(method, site.net, views.plain(images))
+    held = site.labelled
+    assert held is not None
+    images, views, stream = held.images[held.labelled], held.views, site.stream("views for the threshold")
     drawn = [
-        _scores(method, site.net, view(images, stream)) for _ in range(VIEWS) for view in (views.weak, views.strong)
+        scores(method, site.net, view(images, stream)) for view in (views.weak, views.strong) for _ in range(VIEWS)
     ]
-    return np.concatenate([np.repeat(plain, VIEWS), *drawn])
+    return np.concatenate([np.repeat(scores(method, site.net, views.plain(images)), VIEWS), *drawn])
 
 
 @torch.no_grad()
-def _scores(method: AnyMethod, net: Net, images: Tensor) -> Scores:
+def scores(method: AnyMethod, net: Net, images: Tensor) -> Scores:
+    """The unknown score of each image."""
     parts = [method.predict(net, part).unknown for part in images.split(BATCH)]
-    return torch.cat(parts).double().numpy()
+    found: Scores = torch.cat(parts).double().numpy()
+    return found

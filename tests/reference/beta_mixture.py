@@ -32,6 +32,7 @@ def weighted_moments(scores: Sequence[float], weights: Sequence[float]) -> tuple
 
 
 def shapes_of(mean: float, variance: float) -> Shapes:
-    """Solved for a and b: mean = a / (a + b), variance = mean (1 − mean) / (a + b + 1)."""
+    """mean = a / (a + b) and variance = mean (1 − mean) / (a + b + 1), solved; at most 1000 together, at least 0.01."""
     total = mean * (1 - mean) / variance - 1
-    return mean * total, (1 - mean) * total
+    total = min(total, 1e3 / max(mean, 1 - mean))
+    return max(mean * total, 1e-2), max((1 - mean) * total, 1e-2)

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from semifed.aggregate import alignment_level, equal_shares, reliability_shares
+from semifed.aggregate import FEWEST_GATED, alignment_level, equal_shares, reliability_shares
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.losses import alignment, mean, supervised_contrastive
@@ -135,6 +135,8 @@ class OpenFL(Method[State, Sent, Reply, Const]):
         total, count = fitted.sums.get("align", torch.zeros(())), fitted.sums.get("count", torch.zeros(()))
         if self.statistic == "all_pre":
             total, count = const.before.sum(), torch.tensor(len(const.before))
+        elif self.statistic == "gated" and int(const.gates.dual.sum()) < FEWEST_GATED:
+            count = torch.zeros(())
         classes = const.gates.negative.shape[1]
         level = alignment_level(total, count, classes, self.temperature, shift=self.statistic != "gated")
         directions = torch.empty(0)

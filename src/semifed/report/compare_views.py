@@ -28,6 +28,7 @@ _SHORT = {
     "auroc_overall": "AUROC\noverall",
     "fpr95_seen": "FPR95\nseen",
     "aupr_seen": "AUPR\nseen",
+    "oscr_seen": "OSCR\nseen",
 }
 _GAP = 2  # blanks between columns of the terminal
 

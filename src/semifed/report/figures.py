@@ -9,8 +9,10 @@ from markupsafe import Markup
 from semifed.report.svg import PALETTE, SERIES_COUNT, inline_svg, page_style, series_colour
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
 _WIDTH, _HEIGHT = 3.9, 2.25  # inches; scaled to the column by the page
 _DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (1.2, 1.4), (6, 1.5, 1.2, 1.5))
@@ -104,11 +106,27 @@ def histogram(edges: Sequence[float], counts: Mapping[str, Sequence[float]], des
             shares = [100 * value / total if total else 0.0 for value in values]
             axes.stairs(shares, edges, fill=True, color=series_colour(position), alpha=0.16, linewidth=0)
             axes.stairs(shares, edges, color=series_colour(position), linewidth=1.3)
+        # Trained models are sure of most images: on a plain scale their one high bar would hide all others.
+        axes.set_yscale("function", functions=(_signed_root, _signed_square))
         axes.set_ylim(bottom=0)
+        highest = axes.get_ylim()[1]
+        axes.set_yticks([share for share in (0, 1, 5, 20, 50, 100) if share <= highest])
         axes.margins(x=0.01)
         axes.yaxis.set_major_formatter("{x:g} %")
         axes.set_xlabel(axis, loc="right", labelpad=1)
         return inline_svg(figure, description)
+
+
+def _signed_root(share: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    import numpy as np
+
+    return np.sign(share) * np.sqrt(np.abs(share))
+
+
+def _signed_square(root: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    import numpy as np
+
+    return np.sign(root) * np.square(root)
 
 
 def scatter(clouds: Sequence[Cloud], description: str, *, across: str, up: str) -> str:

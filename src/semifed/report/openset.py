@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from semifed.report.charts import as_percent, round_chart, three_digits
 from semifed.report.figures import MARKS, Chart, Cloud, Series, cloud_legend, flat_map, histogram, legend, scatter
-from semifed.report.rundir_reader import Reliability, RoundLine, Run, finite
-from semifed.report.words import beside_words, count, metric_meaning, metric_title, metric_value, split_metric
+from semifed.report.rundir_reader import Reliability, RoundLine, Run, finite, listed
+from semifed.report.words import beside_words, count, metric_title, metric_value, split_metric
 
 _MOST_POINTS = 2000  # of a scatter plot; rounds in between are left out of the picture, not of the numbers
 _CLASS_COLOURS = 7  # the eighth is the grey of unknown images
@@ -64,36 +64,44 @@ def pivot_chart(run: Run) -> Chart | None:
 
 
 def feature_map(run: Run) -> Chart | None:
-    """Test images where the network puts them, with the pivots among them."""
+    """Test images where the network puts them, with what stands for their classes among them."""
     features = run.features
-    points, labels = _pairs(features.get("points")), features.get("class")
-    if not points or not isinstance(labels, list) or len(labels) != len(points):
-        return None
-    names = [str(name) for name in features.get("names") or ()]
+    names = [str(name) for name in listed(features, "names")]
     members: dict[int, list[tuple[float, float]]] = {-1: []}
-    for label, point in zip(labels, points, strict=True):
-        members.setdefault(label if isinstance(label, int) and 0 <= label < len(names) else -1, []).append(point)
+    for label, value in zip(listed(features, "class"), listed(features, "points"), strict=False):
+        if point := _pair(value):
+            members.setdefault(label if label in range(len(names)) else -1, []).append(point)
     unknown = Cloud("unknown classes", members.pop(-1), "series-8")
     clouds = [_class_cloud(label, names[label], members[label]) for label in sorted(members)]
-    pivots = _pairs(features.get("pivots"))
-    landmarks = [_class_cloud(label, "", [pivot])._replace(mark="star") for label, pivot in enumerate(pivots)]
-    entries = [
-        cloud_legend(cloud, f"{count(len(cloud.points))} images") for cloud in [*clouds, unknown] if cloud.points
-    ]
-    if landmarks:
-        entries.append(cloud_legend(Cloud("pivot of its class", (), "ink", "star"), ""))
-    space = {
-        "projection": "outputs of the projection, where the pivots are",
-        "features": "inputs of the classifier",
-    }.get(str(features.get("space")), "")
-    described = ", ".join(f"{cloud.name} ({count(len(cloud.points))})" for cloud in [*clouds, unknown] if cloud.points)
+    legends = [cloud for cloud in (*clouds, unknown) if cloud.points]
+    if not legends:
+        return None
+    centres = [(label, _pair(value)) for label, value in enumerate(listed(features, "pivots"))]
+    stars = [_class_cloud(label, "", [centre])._replace(mark="star") for label, centre in centres if centre]
+    entries = [cloud_legend(cloud, _images(len(cloud.points))) for cloud in legends]
+    if stars:
+        what = str(features.get("pivots_are") or "pivots of the method")
+        entries.append(cloud_legend(Cloud(what, (), "ink", "star"), ""))
+    described = ", ".join(f"{cloud.name} ({count(len(cloud.points))})" for cloud in legends)
     return Chart(
-        "Map of test images",
-        f"{space}{'; ' if space else ''}in two dimensions, so only neighbourhoods mean something",
+        "Test images",
+        _map_note(features),
         # Unknown images first: they must not hide the classes.
-        Markup(flat_map([unknown, *clouds], landmarks, f"Map of the features of {described}.")),
+        Markup(flat_map([unknown, *clouds], stars, f"Map of the features of {described}.")),
         entries,
     )
+
+
+def _images(number: int) -> str:
+    return f"{count(number)} image{'' if number == 1 else 's'}"
+
+
+def _map_note(features: Mapping[str, Any]) -> str:
+    spaces = {"projection": "directions of the projection's outputs", "features": "inputs of the classifier"}
+    explained = [finite(share) for share in listed(features, "explained")]
+    known = math.fsum(share for share in explained if share is not None)
+    flattened = f"two principal axes with {100 * known:.0f} % of the variance" if known else "in two dimensions"
+    return ", ".join(part for part in (spaces.get(str(features.get("space"))), flattened) if part)
 
 
 def _class_cloud(label: int, name: str, points: Sequence[tuple[float, float]]) -> Cloud:
@@ -101,15 +109,10 @@ def _class_cloud(label: int, name: str, points: Sequence[tuple[float, float]]) -
     return Cloud(name, points, f"series-{label % _CLASS_COLOURS + 1}", mark)
 
 
-def _pairs(values: object) -> list[tuple[float, float]]:
-    """Points of a plane; none at all if one of them is no pair of numbers."""
-    found = []
-    for value in values if isinstance(values, list) else ():
-        x, y = (finite(value[0]), finite(value[1])) if isinstance(value, list) and len(value) == 2 else (None, None)
-        if x is None or y is None:
-            return []
-        found.append((x, y))
-    return found
+def _pair(value: object) -> tuple[float, float] | None:
+    """A point of the plane, None if it is no pair of numbers."""
+    x, y = map(finite, value) if isinstance(value, list) and len(value) == 2 else (None, None)
+    return None if x is None or y is None else (x, y)
 
 
 def trust_charts(run: Run) -> list[Chart]:
@@ -274,7 +277,7 @@ def _histogram(scores: Mapping[str, Any], title: str, axis: str) -> Chart | None
     described = ", ".join(f"{name} ({count(total)} images)" for name, total in totals.items())
     return Chart(
         title,
-        "share of each set in percent",
+        "share of each set in percent; the scale is stretched near 0 so that small shares are seen",
         Markup(histogram(numbers, complete, f"Histograms of the {axis}: {described}.", axis=axis)),
         [
             legend(Series(name, (), position), f"{count(total)} images")
@@ -297,4 +300,6 @@ def score_table(run: Run) -> SmallTable | None:
         cells = [metric_value(key, values.get(key)) for key in keys for values in (run.metrics, run.metrics_last10)]
         rows.append((beside_words(prefix) if prefix else "the method's own", cells))
     columns = [f"{metric_title(metric)},\n{when}" for metric in plain for when in ("last round", "last 10 tests")]
-    return SmallTable(columns, rows, f"AUROC in percent: {metric_meaning('auroc_seen')}")
+    return SmallTable(
+        columns, rows, "AUROC in percent by the score that tells known from unknown: 50 is guessing, 100 is perfect"
+    )

@@ -201,7 +201,7 @@ def _family(metric: str) -> str:
         return "Accuracy"
     if metric.startswith("auroc"):
         return "AUROC of the unknown score"
-    if metric.startswith(("fpr", "aupr")) or metric in ("nmi", "ari"):
+    if metric.startswith(("fpr", "aupr", "oscr")) or metric in ("nmi", "ari"):
         return "Further measures"
     return metric_title(metric)
 

@@ -144,6 +144,12 @@ def values(mapping: object) -> Values:
     return {str(key): finite(value) for key, value in mapping.items()}
 
 
+def listed(content: Mapping[str, Any], key: str) -> list[Any]:
+    """A list of a JSON object, empty if it has none of that name."""
+    value = content.get(key)
+    return value if isinstance(value, list) else []
+
+
 def mean_or_none(numbers: Iterable[float | None]) -> float | None:
     """The mean, or None if there is nothing to average or a number is missing."""
     present = list(numbers)
@@ -253,7 +259,9 @@ def _round_line(number: int, content: Mapping[str, Any]) -> RoundLine:
         pseudo=values(content.get("pseudo")),
         gate=values(content.get("gate")),
         pivot_norm=finite(content.get("pivot_norm")),
-        client_weights=tuple(weight for one in _list(content, "client_weights") if (weight := finite(one)) is not None),
+        client_weights=tuple(
+            weight for one in listed(content, "client_weights") if (weight := finite(one)) is not None
+        ),
         reliability=_reliability(content),
         bytes_up=finite(content.get("bytes_up")) or 0.0,
         bytes_down=finite(content.get("bytes_down")) or 0.0,
@@ -264,15 +272,10 @@ def _round_line(number: int, content: Mapping[str, Any]) -> RoundLine:
 
 def _reliability(content: Mapping[str, Any]) -> tuple[Reliability, ...]:
     """What the clients claimed, beside what the opened labels say of them; empty where one of the two is missing."""
-    clients, claimed = _list(content, "clients"), _list(content, "alignment")
+    clients, claimed = listed(content, "clients"), listed(content, "alignment")
     per_client = content.get("per_client")
     if not isinstance(per_client, Mapping) or len(clients) != len(claimed):
         return ()
-    correct = dict(zip(_list(per_client, "client"), _list(per_client, "correct"), strict=False))
+    correct = dict(zip(listed(per_client, "client"), listed(per_client, "correct"), strict=False))
     pairs = [(finite(level), finite(correct.get(client))) for client, level in zip(clients, claimed, strict=True)]
     return tuple(Reliability(level, right) for level, right in pairs if level is not None and right is not None)
-
-
-def _list(content: Mapping[str, Any], key: str) -> list[Any]:
-    value = content.get(key)
-    return value if isinstance(value, list) else []

@@ -20,6 +20,10 @@ _METRIC_WORDS = {
         "false positive rate at the threshold with 95 % true positives; lower is better",
     ),
     "aupr_seen": ("AUPR, seen unknowns", "area under precision and recall"),
+    "oscr_seen": (
+        "OSCR, seen unknowns",
+        "known images in the right class and accepted, against unknown ones accepted, over all thresholds",
+    ),
     "all": ("Accuracy, all classes", "images in the right class or group, best matching of groups to classes"),
     "old": ("Accuracy, known classes", "the same, over the classes that have labels"),
     "new": ("Accuracy, novel classes", "the same, over the classes nobody has labelled"),
@@ -33,7 +37,7 @@ _BESIDE_WORDS = {
     "energy": "energy",
 }
 MAIN_METRICS = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall")
-_FRACTION_PREFIXES = ("accuracy", "auroc", "fpr", "aupr")
+_FRACTION_PREFIXES = ("accuracy", "auroc", "fpr", "aupr", "oscr")
 _FRACTIONS = frozenset({"all", "old", "new", "nmi", "ari"})
 _METRIC_ORDER = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall", "auroc_unseen")
 

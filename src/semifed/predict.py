@@ -1,0 +1,179 @@
+"""A delivered model at work: it needs nothing of its run but the directory `model`."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from semifed.complaint import complaint
+from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
+from semifed.data.views import Views
+from semifed.errors import UserError
+from semifed.methods import AnyMethod, method_class
+from semifed.models.network import build_network
+from semifed.net import Net
+from semifed.recipe import ModelTable
+
+UNKNOWN_LABEL = "unknown"
+BATCH = 128
+
+Size = Annotated[int, Field(ge=1, le=2**16)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Image(BaseModel):
+    channels: Size
+    size: tuple[Size, Size]  # height, width
+
+
+class Description(BaseModel):
+    """The content of model.json, as far as predictions need it."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model: ModelTable
+    heads: dict[str, str]
+    method: dict[str, Any]
+    image: _Image
+    classes: Annotated[tuple[str, ...], Field(min_length=1)]
+    mean: tuple[Number, ...]
+    std: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...]
+    threshold: Number | None  # None: nothing is rejected
+
+
+class Answer(NamedTuple):
+    """What the model says of one image."""
+
+    image: Path
+    label: str  # a class, or "unknown"
+    confidence: float  # the largest probability among the known classes
+    unknown_score: float
+
+
+class Model:
+    """A delivered model, loaded."""
+
+    def __init__(self, description: Description, method: AnyMethod, net: Net) -> None:
+        self._description = description
+        self._method = method
+        self._net = net
+        self._views = Views((), (), description.mean, description.std)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it can call an image unknown."""
+        return self._description.threshold is not None
+
+    def answers(self, paths: Sequence[Path]) -> Iterator[Answer]:
+        """One for each image file, in their order; a few are in memory at a time."""
+        for start in range(0, len(paths), BATCH):
+            some = paths[start : start + BATCH]
+            images = torch.from_numpy(np.stack([self._pixels(path) for path in some]))
+            yield from (Answer(path, *said) for path, said in zip(some, self.said_of(images), strict=True))
+
+    @torch.no_grad()
+    def said_of(self, images: Tensor) -> list[tuple[str, float, float]]:
+        """Label, confidence and unknown score of images uint8 [n, c, h, w] that have the model's size."""
+        said = self._method.predict(self._net, self._views.plain(images))
+        confidence, label = said.probabilities.max(dim=1)
+        threshold = self._description.threshold
+        # In double precision, as the threshold was found: rounding may not move an image across it.
+        scores = said.unknown.double().tolist()
+        names = [
+            UNKNOWN_LABEL if threshold is not None and score > threshold else self._description.classes[index]
+            for index, score in zip(label.tolist(), scores, strict=True)
+        ]
+        return list(zip(names, confidence.tolist(), scores, strict=True))
+
+    def _pixels(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return read_image(path, self._description.image.size, grey=self._description.image.channels == 1)
+
+
+def load_model(run: Path) -> Model:
+    """The model of a finished run; UserError if it is missing or damaged."""
+    if not run.is_dir():
+        raise UserError(f"{run}: no such directory; expected one written by `semifed run`")
+    described, stored = run / "model" / "model.json", run / "model" / "model.safetensors"
+    for path in (described, stored):
+        if not path.is_file():
+            raise UserError(f"{run}: no model in it ({path.relative_to(run)} is missing); is the run finished?")
+    description = _description(described)
+    try:
+        return _built(description, load_file(stored), stored)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{stored} is damaged: {error}") from None
+    except UserError as error:
+        raise UserError(f"{described} is damaged: {error}") from None
+
+
+def _description(path: Path) -> Description:
+    try:
+        text = path.read_text(encoding="utf-8")
+        description = Description.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = first["msg"] if first["type"] == "json_invalid" or not first["loc"] else complaint(error, Description)
+        raise UserError(f"{path} is damaged: {problem}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is damaged: it is no text") from None
+    channels = description.image.channels
+    if channels not in (1, 3):
+        raise UserError(f"{path}: the model wants images of {channels} channels; files can be read with 1 or 3")
+    if not len(description.mean) == len(description.std) == channels:
+        raise UserError(f"{path} is damaged: mean and std must have a number for each of {channels} channels")
+    return description
+
+
+def _built(description: Description, weights: dict[str, Tensor], path: Path) -> Model:
+    options = dict(description.method)
+    try:
+        method = method_class(str(options.pop("name", "")))(**options)
+    except TypeError as error:
+        raise UserError(f"method: {error}") from None
+    network = build_network(
+        description.model.name,
+        channels=description.image.channels,
+        size=description.image.size,
+        classes=len(description.classes),
+        width=description.model.width,
+        head=description.model.head,
+        further=description.heads,
+        generator=torch.Generator(),
+    )
+    net = Net(network, "tracked")  # evaluation reads the stored statistics, whoever wrote them
+    expected = {name: tensor.shape for name, tensor in net.state().items()}
+    if expected != {name: tensor.shape for name, tensor in weights.items()}:
+        raise UserError(f"it describes another network than the one in {path.name}")
+    net.load(weights)
+    return Model(description, method, net)
+
+
+def images_of(arguments: Sequence[Path]) -> list[Path]:
+    """The image files given, and those in the folders given."""
+    found: list[Path] = []
+    for path in arguments:
+        if path.is_dir():
+            inside = image_files(path)
+            if not inside:
+                raise UserError(f"{path}: no images in this folder ({', '.join(sorted(IMAGE_SUFFIXES))})")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise UserError(f"{path}: no such image or folder")
+    return found
+
+
+def write_csv(answers: Sequence[Answer], path: Path) -> None:
+    """One line for each image."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(Answer._fields)
+        writer.writerows(answers)
