@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not runs:
         sys.exit("no finished run found")
     refuse_mixtures(runs)
-    runs.sort(key=lambda run: (orderable(run.scenario), run.label == asked.ceiling, run.label, run.seed))
+    runs.sort(key=lambda run: (orderable(run.scenario), asked.ceiling in (run.method, run.label), run.label, run.seed))
     wanted = asked.metric or METRICS
     metrics = [name for name in wanted if any(run.value(name) is not None for run in runs)]
     table = Table(runs, vary, metrics, asked.floor, asked.ceiling)

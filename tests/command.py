@@ -14,7 +14,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from semifed.recipe import load_recipe
+from semifed.recipe_file import load_recipe
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer imports names that the newest click is about to drop

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +39,7 @@ class ReadsPixels(Method):
     def predict(self, net: Net, images: Tensor) -> Prediction:
         raw = ((images * 0.25 + 0.5) * 255).round()
         label = raw[:, 0, 0, 0].long()
-        return Prediction(torch.nn.functional.one_hot(label, 3).float(), raw[:, 0, 0, 1])
+        return Prediction(torch.nn.functional.one_hot(label.clamp(max=2), 3).float(), raw[:, 0, 0, 1])
 
 
 def written(images: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ def evaluation_of(dataset: Dataset, classes: str = "open", unseen: tuple[str, ..
 
 def wins(known: Any, unknown: Any) -> float:
     """AUROC by comparing every pair."""
-    return float(np.mean([(u > k) + 0.5 * (u == k) for u in unknown for k in known]))
+    above = np.subtract.outer(np.asarray(unknown), np.asarray(known))
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -191,19 +193,20 @@ def known_test_images(scenario: Scenario) -> Tensor:
     return scenario.dataset.x_test[scenario.test_labels >= 0]
 
 
-@given(st.integers(-1, 13))
-def test_what_a_threshold_does(threshold: int) -> None:
+def test_what_a_threshold_does() -> None:
     dataset, _, scores = random_answers(2)
     known = dataset.y_test.numpy() < 3
-    found = evaluation_of(dataset, unseen=()).at_threshold(float(threshold))
-    assert found["accepted_known"] == pytest.approx((scores[known] <= threshold).mean())
-    assert found["rejected_unknown"] == pytest.approx((scores[~known] > threshold).mean())
-    nothing = evaluation_of(dataset).at_threshold(None)
+    evaluation = evaluation_of(dataset)
+    for threshold in range(-1, 13):
+        found = evaluation.at_threshold(float(threshold))
+        assert found["accepted_known"] == pytest.approx((scores[known] <= threshold).mean())
+        assert found["rejected_unknown"] == pytest.approx((scores[~known] > threshold).mean())
+    nothing = evaluation.at_threshold(None)
     assert nothing == {"accepted_known": None, "rejected_unknown": None, "rejected_unseen": {}}
 
 
 def test_histograms_count_every_image_where_it_belongs() -> None:
-    dataset, labels, scores = random_answers(1)
+    dataset, _, scores = random_answers(1)
     known = dataset.y_test.numpy() < 3
     found = evaluation_of(dataset, unseen=("uniform",)).scores
     assert found is not None
@@ -257,6 +260,7 @@ def record_of(client: int, pseudo: PseudoLabels | None) -> ClientRecord:
     return ClientRecord(client, 1, 1, {}, pseudo, 0.0)
 
 
+@cache
 def scenario_of() -> Scenario:
     return toy_parts(toy_recipe("fixmatch-lpl", "clients")).scenario
 

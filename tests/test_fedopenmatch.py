@@ -21,7 +21,7 @@ from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Down, Visit
 from semifed.pseudo import surely_of_class
-from semifed.recipe import load_recipe
+from semifed.recipe_file import load_recipe
 from semifed.run import execute
 from toys import Quiet, run_toy, toy_parts, toy_recipe
 

@@ -37,7 +37,7 @@ from semifed.models.network import Network, build_network
 from semifed.net import Net
 from semifed.payloads import Visit
 from semifed.prototypes import ClassTotals, class_means, class_totals, subspace_basis, subspace_score
-from semifed.recipe import load_recipe
+from semifed.recipe_file import load_recipe
 from semifed.run import RoundLoop
 from toys import Outcome, equal_weights, run_toy, toy_dataset, toy_parts, toy_recipe
 

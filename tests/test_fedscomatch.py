@@ -21,7 +21,7 @@ from semifed.methods.fedscomatch import CAPACITY, Const, FedSCOMatch, Memory
 from semifed.net import Net
 from semifed.payloads import Down, Visit
 from semifed.pseudo import closed_label, known_confidence, open_label, ratio_threshold, sure_counts
-from semifed.recipe import load_recipe
+from semifed.recipe_file import load_recipe
 from semifed.run import execute
 from toys import Outcome, Quiet, equal_weights, run_toy, toy_parts, toy_recipe
 

@@ -723,6 +723,21 @@ def test_the_mean_of_the_clients(weighting: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["openfl", "fedssb", "fedssb-ema"])
+def test_without_trust_clients_count_alike_whatever_they_hold(name: str) -> None:
+    """Clients of the toy are of one size; these are not, and one had nothing to learn from."""
+    options = {"weighting": "uniform"} if name == "openfl" else {}
+    parts = parts_of("server", {"server": {"finetune_epochs": 0}}, name, **options)
+    state = setup_of(parts)
+    held = zip(ups_of(parts, state), (10.0, 1.0, 500.0, 0.0), strict=True)
+    ups = [up._replace(samples=torch.tensor(samples)) for up, samples in held]
+    site = site_of(parts, 1)
+    after = parts.method.aggregate(state, ups, site)
+    assert site.notes["client_weights"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
+    expected = sum(array(up.weights["classifier.weight"]) for up in ups[:3]) / 3
+    np.testing.assert_allclose(after.weights["classifier.weight"].numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["openfl", "fedssb", "fedssb-ema"])
 def test_nobody_answered(name: str) -> None:
     """The received weights are kept, and the server still fine-tunes."""
     parts = parts_of(name=name)

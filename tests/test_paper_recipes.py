@@ -9,7 +9,7 @@ import pytest
 from command import changes
 from semifed.assembly import assemble, prepare_run
 from semifed.data.sources import CATALOGUE
-from semifed.recipe import load_recipe, recipe_names
+from semifed.recipe_file import load_recipe, recipe_names
 
 SUPERCLASSES = """
     beaver dolphin otter seal whale

@@ -15,7 +15,8 @@ from semifed import listing
 from semifed.complaint import shown, shown_key
 from semifed.errors import UserError, nearest
 from semifed.override import parsed_value, split_values
-from semifed.recipe import check_recipe, load_recipe, recipe_names
+from semifed.recipe import check_recipe
+from semifed.recipe_file import load_recipe, recipe_names
 from semifed.schedule import schedule_factor
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from semifed.assembly import assemble, optimiser, prepare_run
 from semifed.data.scenario import UNKNOWN
-from semifed.recipe import load_recipe
+from semifed.recipe_file import load_recipe
 from semifed.server import ServerSite
 from semifed.threshold import VIEWS, Scores, held_out, ranks, scores, scores_of_views
 

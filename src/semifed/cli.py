@@ -54,7 +54,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what went wrong.")] = False,
 ) -> None:
     """Run a recipe: train, test, and write a run directory."""
-    from semifed.recipe import load_recipe
+    from semifed.recipe_file import load_recipe
 
     options = {"engine.name": engine, "engine.workers": workers, "seed": seed}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
@@ -150,7 +150,7 @@ def partition(
     out: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the bubble plot (.png or .svg).")] = None,
 ) -> None:
     """Show who holds what, before any training."""
-    from semifed.recipe import load_recipe
+    from semifed.recipe_file import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), for_training=False)
     from semifed.assembly import prepare_run
@@ -308,6 +308,6 @@ def _default_out(recipe: str, loaded: "Recipe") -> Path:
 
 
 def _stem(recipe: str) -> Path:
-    from semifed.recipe import recipe_names
+    from semifed.recipe_file import recipe_names
 
     return Path(recipe) if recipe in recipe_names() else Path(Path(recipe).stem)

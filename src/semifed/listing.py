@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from semifed.recipe import recipe_names, recipe_tables, recipe_text
+from semifed.recipe_file import recipe_names, recipe_tables, recipe_text
 
 # Methods, data sets and networks are imported where they are listed: recipes are told without loading PyTorch.
 

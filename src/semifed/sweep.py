@@ -8,7 +8,8 @@ from itertools import product
 from semifed.complaint import shown
 from semifed.errors import UserError
 from semifed.override import split_values
-from semifed.recipe import Recipe, load_recipe
+from semifed.recipe import Recipe
+from semifed.recipe_file import load_recipe
 from semifed.report.gap import refuse_unknown
 
 Axis = tuple[str, list[str]]

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from semifed.aggregate import FEWEST_GATED, alignment_level, equal_shares, reliability_shares
+from semifed.aggregate import FEWEST_GATED, alignment_level, equal_shares, reliability_shares, shares
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.losses import alignment, mean, supervised_contrastive
@@ -86,7 +86,7 @@ class OpenFL(Method[State, Sent, Reply, Const]):
     con_mask: Literal["dual", "conf"] = "dual"
     align_view: Literal["strong", "weak", "both"] = "strong"
     statistic: Literal["gated", "all", "all_pre"] = "gated"
-    weighting: Literal["reliability", "uniform"] = "reliability"
+    weighting: Literal["reliability", "uniform", "count"] = "reliability"  # "count" is FedAvg, by images
     pivots_from: Literal["ema", "current"] = "ema"
     ema_every: Literal["round", "epoch"] = "round"
     contrast_weight: NonNegative = 0.0  # extension: supervised contrast of projections where the labels are
@@ -147,7 +147,8 @@ class OpenFL(Method[State, Sent, Reply, Const]):
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         claimed = [float(up.alignment) for up in ups]
-        weight = equal_shares([float(up.samples) for up in ups])
+        samples = [float(up.samples) for up in ups]
+        weight = shares(samples) if self.weighting == "count" else equal_shares(samples)
         if self.weighting == "reliability" and bool(server.aligning) and ups:
             weight = reliability_shares(claimed, self.epsilon, self.most_trust)  # eq. (2)
         average = [server.average]
