@@ -39,7 +39,7 @@ def tiny_tables() -> dict[str, Any]:
         "method": {"name": "fedfixmatch", "threshold": 0.1},
         "local": {"steps": 1, "batch": 8, "keep_optimizer": True},
         "server": {"warmup_epochs": 1, "finetune_epochs": 1},
-        "evaluate": {"every": 10},
+        "evaluate": {"every": 10, "folds": 0},
         "engine": {"workers": 1},
     }
 

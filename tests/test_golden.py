@@ -35,6 +35,7 @@ def recipe_tables(name: str) -> dict[str, Any]:
         "method": {"name": name, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.02, "weight_decay": 5e-4, "clip": 1.0},
         "server": {"warmup_epochs": 6, "finetune_epochs": 1, "batch": 8},
+        "evaluate": {"folds": 0},
         "engine": {"workers": 1},
     }
 

@@ -22,11 +22,13 @@ from semifed.payloads import Prediction, Server
 from semifed.recipe import Recipe
 from semifed.recipe_file import load_recipe
 from semifed.server import ServerSite
-from semifed.threshold import FOLDS, ROUGH, VIEWS, folds, held_out, ranks, rejection_threshold, scores_of_views
+from semifed.threshold import ROUGH, VIEWS, assigned_folds, held_out, ranks, rejection_threshold, scores_of_views
 from semifed.wire import Weights
 from toys import Quiet, equal_weights, run_toy, toy_parts, toy_recipe
 
 score_lists = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=30)
+
+FOLDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ def test_a_rank_is_the_share_that_lies_below(new: list[float], learnt: list[floa
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 7), st.integers(0, 5))
 def test_folds_are_alike_in_size_and_classes(labels: list[int], count: int, seed: int) -> None:
     given_labels = torch.tensor(labels)
-    fold = folds(given_labels, count, torch.Generator().manual_seed(seed))
+    fold = assigned_folds(given_labels, count, torch.Generator().manual_seed(seed))
     for some in (torch.ones(len(labels), dtype=torch.bool), *(given_labels == label for label in range(4))):
         sizes = torch.bincount(fold[some], minlength=count)
         assert sizes.max() - sizes.min() <= 1
@@ -101,7 +103,7 @@ def test_no_fold_model_has_learnt_what_it_is_asked_about() -> None:
             learnt.append(set(site.labelled.labelled.tolist()))
             return Server(weights)
 
-    found = list(held_out(Watched(), site, initial))
+    found = list(held_out(Watched(), site, initial, FOLDS))
     everything = set(site.labelled.labelled.tolist())
     out = [everything - rest for rest in learnt]
     assert len(out) == FOLDS
@@ -119,10 +121,10 @@ def test_no_fold_model_has_learnt_what_it_is_asked_about() -> None:
 def test_where_nothing_is_learnt_the_images_themselves_decide(accept: float) -> None:
     site, initial = plain_site(labelled_per_class=18)
     own = brightness(site)
-    rough = rejection_threshold(Brightness(), site, initial, initial, accept, hold_out=False)
+    rough = rejection_threshold(Brightness(), site, initial, initial, accept, 0)
     assert rough.value == pytest.approx(np.quantile(np.repeat(own, 3 * VIEWS), accept))
     assert rough.calibrated_on == ROUGH
-    held = rejection_threshold(Brightness(), site, initial, initial, accept)
+    held = rejection_threshold(Brightness(), site, initial, initial, accept, FOLDS)
     assert held.value is not None
     assert (own <= held.value).mean() == pytest.approx(accept, abs=3 / len(own))
     assert held.calibrated_on == "the server's 54 labelled images, each held out once in 5 folds"
@@ -139,20 +141,20 @@ def test_views_come_in_equal_numbers() -> None:
 
 def test_too_few_images_or_a_diverging_fold_leave_a_rough_guide() -> None:
     site, initial = plain_site(labelled_per_class=1)
-    assert rejection_threshold(Brightness(), site, initial, initial, 0.9).calibrated_on == ROUGH
+    assert rejection_threshold(Brightness(), site, initial, initial, 0.9, FOLDS).calibrated_on == ROUGH
 
     class Breaks(Brightness):
         def setup(self, weights: Weights, site: ServerSite) -> Server:
             raise Diverged("the loss became nan in step 1")
 
     site, initial = plain_site(labelled_per_class=4)
-    broken = rejection_threshold(Breaks(), site, initial, initial, 0.9)
-    assert broken == rejection_threshold(Brightness(), site, initial, initial, 0.9, hold_out=False)
+    broken = rejection_threshold(Breaks(), site, initial, initial, 0.9, FOLDS)
+    assert broken == rejection_threshold(Brightness(), site, initial, initial, 0.9, 0)
 
 
 def test_no_threshold_without_labels_at_the_server() -> None:
     site, initial = site_of(toy_recipe("fixmatch-lpl", "clients"))
-    found = rejection_threshold(Brightness(), site, initial, initial, 0.9)
+    found = rejection_threshold(Brightness(), site, initial, initial, 0.9, FOLDS)
     assert found == (None, "nothing: the server holds no labels")
 
 
@@ -163,7 +165,7 @@ def test_new_digits_are_accepted_as_often_as_asked() -> None:
     method = ServerOnly()
     delivered = method.setup(initial, site).weights
     evaluation = Evaluator(parts.scenario, (), 0, None).test(method, site.net, delivered)
-    found = rejection_threshold(method, site, initial, delivered, 0.9)
+    found = rejection_threshold(method, site, initial, delivered, 0.9, FOLDS)
     assert evaluation.at_threshold(found.value)["accepted_known"] == pytest.approx(0.9, abs=0.06)
     site.net.load(delivered)
     learnt = method.predict(site.net, site.plain_images()).unknown

@@ -72,6 +72,7 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
         "method": {"name": method, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.05, "weight_decay": 1e-3, "clip": 2.0, "schedule": "cosine(0.1)"},
         "server": {"warmup_epochs": 2, "finetune_epochs": 1, "batch": 8},
+        "evaluate": {"folds": 2},  # each costs a warm-up
         "engine": {"workers": 1},
         **top,
     }

@@ -67,7 +67,7 @@ def measure(run: Path) -> tuple[str, dict[str, list[Shares]]]:
         rounds=recipe.rounds,
         seed=recipe.seed,
     )
-    folds = list(held_out(method, site, initial))
+    folds = list(held_out(method, site, initial, 5))
     held_out_ranks = np.concatenate([ranks(new, learnt) for new, learnt in folds])
     net.load(delivered)
     views = scores_of_views(method, site)

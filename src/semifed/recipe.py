@@ -158,6 +158,7 @@ class EvaluateTable(Table):
     every: AtLeastOne = 1
     unseen: tuple[Text, ...] = ()
     accept: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    folds: Annotated[Whole, Field(ge=0, le=100)] = 5  # of the server's labels, held out in turn for the threshold
 
 
 class EngineTable(Table):

@@ -212,9 +212,10 @@ class RoundLoop:
 
     def _threshold(self, weights: Weights) -> Threshold:
         self.site.round, self.site.lr, self.site.notes = 0, self._server_lr, {}  # as before the first round
-        warmed_up = self.recipe.server.warmup_epochs > 0  # else nothing would be learnt without a fold
+        # Without warm-up nothing would be learnt of the images outside a fold.
+        folds = self.recipe.evaluate.folds if self.recipe.server.warmup_epochs else 0
         accept = self.recipe.evaluate.accept
-        return rejection_threshold(self.method, self.site, self._initial, weights, accept, hold_out=warmed_up)
+        return rejection_threshold(self.method, self.site, self._initial, weights, accept, folds=folds)
 
     def _cohort(self, round_: int) -> list[int]:
         """The clients of a round, drawn without replacement from a stream of its own."""

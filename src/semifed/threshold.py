@@ -22,7 +22,6 @@ from semifed.net import Net
 from semifed.server import ServerSite
 from semifed.wire import Weights
 
-FOLDS = 5
 VIEWS = 10  # of each kind: plain, weak, strong
 BATCH = 128
 ROUGH = "augmented views of the server's labelled images, none of them held out: a rough guide"
@@ -38,31 +37,32 @@ class Threshold(NamedTuple):
 
 
 def rejection_threshold(
-    method: AnyMethod, site: ServerSite, initial: Weights, delivered: Weights, accept: float, *, hold_out: bool = True
+    method: AnyMethod, site: ServerSite, initial: Weights, delivered: Weights, accept: float, folds: int
 ) -> Threshold:
     """The threshold that accepts the given share of new images of known classes.
 
-    `site` is the server before its first round, `initial` the weights it starts from.
+    `site` is the server before its first round, `initial` the weights it starts from. Each of the folds costs another
+    warm-up; with fewer than two the threshold is a rough one.
     """
     if site.labelled is None:
         return Threshold(None, "nothing: the server holds no labels")
     rank, source = accept, ROUGH
-    if hold_out and int(torch.bincount(site.labelled.labels).min()) > 1:  # else a class could not be learnt at all
+    if folds > 1 and int(torch.bincount(site.labelled.labels).min()) > 1:  # else a class could not be learnt at all
         try:
-            found = np.concatenate([ranks(new, learnt) for new, learnt in held_out(method, site, initial)])
+            found = np.concatenate([ranks(new, learnt) for new, learnt in held_out(method, site, initial, folds)])
             rank = float(np.quantile(found, accept))
-            source = f"the server's {len(found)} labelled images, each held out once in {FOLDS} folds"
+            source = f"the server's {len(found)} labelled images, each held out once in {folds} folds"
         except Diverged:
             pass
     site.net.load(delivered)
     return Threshold(float(np.quantile(scores_of_views(method, site), rank)), source)
 
 
-def held_out(method: AnyMethod, site: ServerSite, initial: Weights) -> Iterator[tuple[Scores, Scores]]:
+def held_out(method: AnyMethod, site: ServerSite, initial: Weights, count: int) -> Iterator[tuple[Scores, Scores]]:
     """For each fold, what a model trained without it scores on it, and on views of the images it has learnt."""
     held = site.labelled
     assert held is not None
-    fold_of = folds(held.labels, FOLDS, site.stream("folds"))
+    fold_of = assigned_folds(held.labels, count, site.stream("folds"))
     for fold in fold_of.unique().tolist():
         out = fold_of == fold
         there = copy.copy(site)
@@ -84,7 +84,7 @@ def ranks(new: Scores, learnt: Scores) -> Scores:
     return np.searchsorted(np.sort(learnt), new) / len(learnt)
 
 
-def folds(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def assigned_folds(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """A fold for each image: all folds alike in size, and in the number of each class, up to one image."""
     order = torch.randperm(len(labels), generator=generator)
     by_class = order[labels[order].argsort(stable=True)]
