@@ -91,6 +91,7 @@ def test_a_run_in_a_pipe_prints_plain_lines_and_writes_where_it_says(
     run = Path("runs/tiny/fedfixmatch-seed0")
     assert {path.name for path in run.iterdir()} == {
         "checkpoint",
+        "features.json",
         "model",
         "partition.json",
         "recipe.toml",

@@ -106,10 +106,10 @@ def test_counts_survive_an_interruption(counting: Parts, tmp_path: Path) -> None
     assert last.items() <= steps.items()
 
 
-# FedBN, or local batch norm
+# Layers of batch norm that stay at home, as in FedBN.
 
 
-LOCAL = {"model": {"batchnorm": "local"}}
+LOCAL = {"model": {"batchnorm": "local"}, "server": {"finetune_epochs": 0}}
 
 
 def normalising(names: Any) -> set[str]:
@@ -117,7 +117,7 @@ def normalising(names: Any) -> set[str]:
 
 
 def test_local_layers_are_not_sent_and_not_averaged() -> None:
-    parts = toy_parts(toy_recipe("fedavg", "clients", LOCAL))
+    parts = toy_parts(toy_recipe("fedfixmatch", "server", LOCAL))
     place = place_of(parts)
     start = place.net.state()
     replies = [
@@ -134,7 +134,7 @@ def test_local_layers_are_not_sent_and_not_averaged() -> None:
 
 
 def test_a_known_client_goes_on_with_its_own_layers_and_a_new_one_with_the_servers() -> None:
-    parts = toy_parts(toy_recipe("fedavg", "clients", LOCAL))
+    parts = toy_parts(toy_recipe("fedfixmatch", "server", LOCAL))
     place, data = place_of(parts), parts.scenario.client(1)
     start = place.net.state()
     first = client_round(place, Task(1, 1, 0.05, None), Down(start), data)
@@ -151,12 +151,10 @@ def test_a_known_client_goes_on_with_its_own_layers_and_a_new_one_with_the_serve
         assert torch.equal(known.up.weights[name], moved[name])
 
 
-@pytest.mark.parametrize("method", ["fedavg", "openfl"])
+@pytest.mark.parametrize("method", ["fedfixmatch", "openfl"])
 def test_private_layers_survive_an_interruption_and_any_number_of_workers(method: str, tmp_path: Path) -> None:
-    labels = "clients" if method == "fedavg" else "server"
-
     def parts(workers: int) -> Parts:
-        return toy_parts(toy_recipe(method, labels, {**LOCAL, "engine": {"workers": workers}}, rounds=3))
+        return toy_parts(toy_recipe(method, "server", {**LOCAL, "engine": {"workers": workers}}, rounds=3))
 
     whole = run_toy(parts(1), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

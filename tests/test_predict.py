@@ -16,7 +16,10 @@ from semifed.assembly import build_net, prepare_run
 from semifed.errors import UserError
 from semifed.payloads import Prediction
 from semifed.predict import images_of, load_model
+from semifed.recipe import check_recipe
 from semifed.recipe_file import load_recipe
+from semifed.run import execute
+from toys import Quiet
 
 SHOWN = 60
 
