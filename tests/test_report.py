@@ -29,11 +29,12 @@ from semifed.report.openset import (
     score_table,
     steadiness,
     step_deviation,
+    threshold_words,
     trust_charts,
     within_round_correlation,
 )
 from semifed.report.partition import _class_groups
-from semifed.report.rundir_reader import Reliability, find_runs, read_run
+from semifed.report.rundir_reader import Reliability, Run, find_runs, read_run
 from semifed.report.svg import PALETTE
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -810,3 +811,16 @@ def test_long_runs_stay_small(tmp_path: Path) -> None:
     chart, _ = trust_charts(read_run(open_set_run(tmp_path / "run", rounds=1500)))
     assert 1000 < chart.svg.count("<use ") <= 2000  # of 6,000 points
     assert [entry.value for entry in chart.legend] == ["−1.00", "−1.00"]
+
+
+def test_the_threshold_is_told_with_what_it_costs_and_gains(tmp_path: Path) -> None:
+    told = {"value": 0.25, "accept": 0.95, "accepted_known": 0.9312, "rejected_unknown": 0.5}
+    run = Run(tmp_path, {}, summary={"threshold": told})
+    assert "above a score of 0.25" in threshold_words(run)
+    assert "accept 95% of new known images. Of the test images it accepts 93.1% of the known" in threshold_words(run)
+    assert threshold_words(run).endswith("rejects 50.0% of the seen unknowns.")
+    assert "rejects" not in threshold_words(
+        Run(tmp_path, {}, summary={"threshold": {**told, "rejected_unknown": None}})
+    )
+    for absent in ({}, {"threshold": {**told, "value": None}}, {"threshold": None}):
+        assert threshold_words(Run(tmp_path, {}, summary=absent)) == ""

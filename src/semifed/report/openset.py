@@ -303,3 +303,18 @@ def score_table(run: Run) -> SmallTable | None:
     return SmallTable(
         columns, rows, "AUROC in percent by the score that tells known from unknown: 50 is guessing, 100 is perfect"
     )
+
+
+def threshold_words(run: Run) -> str:
+    """Where the delivered model starts to say "unknown", and what that costs and gains on the test images."""
+    stored = run.summary.get("threshold")
+    told = stored if isinstance(stored, Mapping) else {}
+    value, asked, accepted = (finite(told.get(key)) for key in ("value", "accept", "accepted_known"))
+    if value is None or asked is None or accepted is None:
+        return ""
+    rejected = finite(told.get("rejected_unknown"))
+    others = "" if rejected is None else f" and rejects {rejected:.1%} of the seen unknowns"
+    return (
+        f"The delivered model says \u201cunknown\u201d above a score of {value:.3g}, chosen on the server's labels to accept "
+        f"{asked:.0%} of new known images. Of the test images it accepts {accepted:.1%} of the known ones{others}."
+    )

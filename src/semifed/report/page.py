@@ -96,6 +96,7 @@ def report_page(run: Run) -> str:
         classes=classes,
         histograms=openset.histograms(run),
         score_table=openset.score_table(run),
+        threshold=openset.threshold_words(run),
         failures=_failure_rows(run),
         asked=sum(line.client_count for line in run.rounds),
         settings=_settings(run.recipe),
