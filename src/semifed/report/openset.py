@@ -315,6 +315,7 @@ def threshold_words(run: Run) -> str:
     rejected = finite(told.get("rejected_unknown"))
     others = "" if rejected is None else f" and rejects {rejected:.1%} of the seen unknowns"
     return (
-        f"The delivered model says \u201cunknown\u201d above a score of {value:.3g}, chosen on the server's labels to accept "
-        f"{asked:.0%} of new known images. Of the test images it accepts {accepted:.1%} of the known ones{others}."
+        f"The delivered model says \u201cunknown\u201d above a score of {value:.3g}, chosen on the server's labels "
+        f"to accept {asked:.0%} of new known images. "
+        f"Of the test images it accepts {accepted:.1%} of the known ones{others}."
     )
