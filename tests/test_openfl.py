@@ -416,7 +416,8 @@ def test_clients_with_labels_report_directions_of_their_own_model() -> None:
             _, _, projected = seen(place.net, data.views.plain(data.images[data.labelled]))
             own = reference.unit_sums(projected, data.labels.tolist(), 3)
             np.testing.assert_allclose(array(reply.up.directions), own, rtol=1e-4, atol=1e-4)
-            expected += own
+            lengths = np.linalg.norm(own, axis=1, keepdims=True)
+            expected += own / np.where(lengths > 0, lengths, 1)
     assert 0 < sum(len(up.directions) > 0 for up in ups) < 4
     after = parts.method.aggregate(state, ups, site_of(parts, 1))
     np.testing.assert_allclose(array(after.pivots), expected, rtol=1e-4, atol=1e-4)
@@ -428,6 +429,37 @@ def test_clients_with_labels_report_directions_of_their_own_model() -> None:
     assert torch.equal(parts.method.aggregate(after, [], site_of(parts, 2)).pivots, after.pivots)
 
 
+def test_a_long_direction_has_no_more_weight_than_any_other() -> None:
+    parts = parts_of("clients")
+    state = setup_of(parts)
+    ups = ups_of(parts, state)
+    shouting = [ups[0]._replace(directions=1e6 * ups[0].directions), *ups[1:]]
+    honest = parts.method.aggregate(state, ups, site_of(parts, 1)).pivots
+    torch.testing.assert_close(parts.method.aggregate(state, shouting, site_of(parts, 1)).pivots, honest)
+
+
+def test_labels_count_as_gated_in_the_alignment_a_client_reports() -> None:
+    """Else a client whose known images are all labelled would report chance, and weigh less than one that guesses."""
+    parts = parts_of("some-clients", align_after=0.0)
+    state = setup_of(parts)
+    aligning = parts.method.aggregate(state, ups_of(parts, state), site_of(parts, 1))
+    assert bool(aligning.aligning)
+    place, down = place_of(parts), parts.method.broadcast(aligning)
+    for client in range(4):
+        data = parts.scenario.client(client)
+        only_labels = data._replace(unlabelled=data.unlabelled[:0])
+        if len(data.labelled) < 5:
+            continue
+        reply = client_round(place, Task(2, client, 0.05, None), down, only_labels)
+        _, _, projected = seen(place.net, data.views.plain(data.images[data.labelled]))
+        labels, sure = data.labels.tolist(), [True] * len(data.labels)
+        own = reference.alignments(projected, array(aligning.pivots), labels, sure, parts.method.temperature)
+        assert float(reply.up.alignment) == pytest.approx(float(np.mean(own)), rel=1e-3)
+        break
+    else:
+        pytest.fail("no client of this scenario holds labels")
+
+
 def test_a_class_of_which_no_client_of_the_round_has_labels_keeps_its_pivot() -> None:
     parts = parts_of("clients")
     state = setup_of(parts)
@@ -436,7 +468,7 @@ def test_a_class_of_which_no_client_of_the_round_has_labels_keeps_its_pivot() ->
     without = [up._replace(directions=up.directions * torch.tensor([[1.0], [0.0], [1.0]])) for up in ups[:2]]
     second = parts.method.aggregate(first, without, site_of(parts, 2))
     assert torch.equal(second.pivots[1], first.pivots[1])
-    expected = ups[0].directions + ups[1].directions
+    expected = torch.nn.functional.normalize(ups[0].directions) + torch.nn.functional.normalize(ups[1].directions)
     torch.testing.assert_close(second.pivots[[0, 2]], expected[[0, 2]])
 
 

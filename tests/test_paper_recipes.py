@@ -163,7 +163,7 @@ def ablations() -> dict[str, tuple[str, dict[str, Any]]]:
             found[f"table2-{short}-ema{text}"] = f"{base}-dir0.3", decay
         found[f"table2-{short}-current-pivots"] = f"{base}-dir0.3", {"method.pivots_from": "current"}
     for row in ROWS:
-        found[f"table3-{row}-fedavg"] = f"table1-{row}-dir0.3", {"method.weighting": "uniform"}
+        found[f"table3-{row}-fedavg"] = f"table1-{row}-dir0.3", {"method.weighting": "count"}
     for short, base in (("cifar10", "table1-cifar10-lb240-dir0.3"), ("cifar100", "table1-cifar100-55-45-dir0.1")):
         for text in ("0", "0.1", "0.5", "1"):
             weight = {} if text == "0.5" else {"method.align_weight": float(text)}

@@ -427,3 +427,15 @@ def test_images_of_another_kind_are_refused(images: Tensor) -> None:
 def test_normalisation_needs_one_mean_and_deviation_a_channel(mean: list[float], std: list[float]) -> None:
     with pytest.raises(ValueError, match="one mean and one positive deviation a channel"):
         Views.parse("none", "none", mean=mean, std=std)
+
+
+def test_the_second_weak_view_mirrors_only_where_the_first_may() -> None:
+    images = torch.arange(64 * 28 * 28, dtype=torch.int64).remainder(251).to(torch.uint8).reshape(64, 1, 28, 28)
+    mirrored = GREY.flip(images, seeded(3))
+    plain, turned = GREY.plain(images), GREY.plain(images.flip(3))
+    kept = [bool(torch.equal(view, image)) for view, image in zip(mirrored, plain, strict=True)]
+    assert 0 < sum(kept) < 64
+    for view, image, other in zip(mirrored, plain, turned, strict=True):
+        assert torch.equal(view, image) or torch.equal(view, other)
+    upright = Views.parse("crop(1)", "crop(1) cutout(3)", mean=[0.3], std=[0.3])  # digits: a mirrored one is another
+    assert torch.equal(upright.flip(images, seeded(3)), upright.weak(images, seeded(3)))

@@ -111,6 +111,10 @@ class Method(Generic[S, D, U, C, K]):
         """Weights tested beside the delivered ones, by the prefix of their metrics."""
         return {}
 
+    def centres(self, server: S) -> Tensor | None:
+        """What stands for each class in the space of projections, for the picture of it; None where nothing does."""
+        return None
+
     def predict(self, net: Net, images: Tensor) -> Prediction:
         """Logits of the known classes and an unknown score, by default one minus the largest probability."""
         logits = net(images).logits

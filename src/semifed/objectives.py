@@ -104,8 +104,12 @@ def open_set_unsupervised(
     socr = mean(soft_open_consistency(first, second))
     negative = mean(pseudo_negatives(strong, gates.negative))
     detector = weights.entropy * entropy + weights.socr * socr + weights.negative * negative
+    value = weights.consistency * consistency + weights.detector * detector
+    watched = weights.detector * max(weights.entropy, weights.socr, weights.negative) > 0
+    if not watched and not (weights.consistency > 0 and used.any()):
+        value = value.detach()  # nothing to learn from: weight decay and momentum alone must not move the model
     return Loss(
-        weights.consistency * consistency + weights.detector * detector,
+        value,
         {"consistency": consistency, "entropy": entropy, "socr": socr, "negative": negative},
         pseudo=PseudoLabels(unlabelled.position, gates.label, used),
     ), views

@@ -197,8 +197,8 @@ class RoundLoop:
         )
         if evaluation.scores is not None:
             self.rundir.write_json("scores.json", evaluation.scores)
-        pivots = getattr(server, "pivots", None)
-        self.rundir.write_json("features.json", self.evaluator.feature_map(self.site.net, weights, pivots))
+        drawn = self.evaluator.feature_map(self.site.net, weights, self.method.centres(server))
+        self.rundir.write_json("features.json", drawn)
         facts = {
             "threshold": {"value": threshold.value, "accept": accept, **evaluation.at_threshold(threshold.value)},
             "per_class": evaluation.per_class,

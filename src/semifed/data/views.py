@@ -227,8 +227,9 @@ class Views:
         return self._view(self.strong_steps, images, generator)
 
     def flip(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Each image mirrored with probability one half and nothing else: the second weak view of SSB."""
-        return self._view((Flip(),), images, generator)
+        """The second weak view of SSB: mirrored by chance; where mirroring is not allowed, a weak view."""
+        flips = tuple(step for step in self.weak_steps if isinstance(step, Flip))
+        return self._view(flips or self.weak_steps, images, generator)
 
     def _view(self, steps: tuple[Step, ...], images: Tensor, generator: torch.Generator) -> Tensor:
         self._checked(images)

@@ -35,6 +35,8 @@ class FedAvgSL(Method[Averaged, Down, Up]):
 
     def aggregate(self, server: Averaged, ups: Sequence[Up], site: ServerSite) -> Averaged:
         weights = site.fine_tune(averaged(server.weights, ups, site), self.server_loss)
+        if not self.ema:
+            return Averaged(weights, weights)
         return Averaged(weights, site.recalibrated(site.averaged(server.average, weights, self.ema)))
 
     def delivered(self, server: Averaged) -> Weights:

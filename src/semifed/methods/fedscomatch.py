@@ -58,7 +58,7 @@ class FedSCOMatch(Method[Server, Down, Up, Const, Memory]):
     ) -> Local[Const, Memory]:
         if kept is None or len(kept.position) == 0:
             score = known_confidence(_with_unknown(data.plain_outputs(net)))
-            count = min(max(1, int(self.first_share * len(score))), CAPACITY)
+            count = max(1, int(self.first_share * len(score)))  # what exceeds the capacity goes in the first step
             first = score.argsort(stable=True)[:count].flip(0)  # the most known of them leaves the queue first
             kept = Memory(first, score[first], torch.tensor(self.unknown_threshold))
         return Local(data, Const(data, kept), kept)

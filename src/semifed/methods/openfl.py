@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from semifed.aggregate import FEWEST_GATED, alignment_level, equal_shares, reliability_shares, shares
 from semifed.data.client import Batch, ClientData
@@ -133,15 +134,20 @@ class OpenFL(Method[State, Sent, Reply, Const]):
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
         const, data = local.const, local.data
         total, count = fitted.sums.get("align", torch.zeros(())), fitted.sums.get("count", torch.zeros(()))
+        classes = const.gates.negative.shape[1]
+        directions = torch.empty(0)
         if self.statistic == "all_pre":
             total, count = const.before.sum(), torch.tensor(len(const.before))
         elif self.statistic == "gated" and int(const.gates.dual.sum()) < FEWEST_GATED:
-            count = torch.zeros(())
-        classes = const.gates.negative.shape[1]
-        level = alignment_level(total, count, classes, self.temperature, shift=self.statistic != "gated")
-        directions = torch.empty(0)
+            total, count = torch.zeros(()), torch.zeros(())
         if len(data.labelled):
-            directions = class_directions(data.labelled_outputs(net).heads["projection"], data.labels, classes)
+            projected = data.labelled_outputs(net).heads["projection"]
+            directions = class_directions(projected, data.labels, classes)
+            if const.aligning:  # a label is a gate that cannot err
+                sure = torch.ones(len(data.labels))
+                total = total + alignment(projected, const.pivots, data.labels, sure, self.temperature).sum()
+                count = count + len(data.labels)
+        level = alignment_level(total, count, classes, self.temperature, shift=self.statistic != "gated")
         samples = torch.tensor(float(data.image_count if fitted.steps_taken else 0))
         return Reply(net.trained(), samples, level, directions)
 
@@ -161,7 +167,9 @@ class OpenFL(Method[State, Sent, Reply, Const]):
         if average[0] is server.average:  # once a round, also where the server trained no epoch
             follow(weights)
         directions = [up.directions for up in ups if len(up.directions)]
-        reported = refreshed(server.pivots, torch.stack(directions).sum(dim=0)) if directions else server.pivots
+        # A client's word on a class counts once, whatever its length.
+        total = sum((F.normalize(one, dim=1) for one in directions), start=torch.zeros(()))
+        reported = refreshed(server.pivots, total) if directions else server.pivots
         site.note(alignment=claimed if bool(server.aligning) else [])
         return self._state(weights, site.recalibrated(average[0]), reported, site)
 
@@ -189,6 +197,9 @@ class OpenFL(Method[State, Sent, Reply, Const]):
 
     def also_tested(self, server: State) -> Mapping[str, Weights]:
         return {"current": server.weights}
+
+    def centres(self, server: State) -> Tensor | None:
+        return server.pivots if len(server.pivots) else None
 
     def predict(self, net: Net, images: Tensor) -> Prediction:
         return detected(net(images))
