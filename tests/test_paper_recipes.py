@@ -219,6 +219,6 @@ def test_no_recipe_of_openfl_is_left_out_here() -> None:
         for method in ("fedssb", "fedssb-ema")
         for partition in PARTITIONS
     }
-    small = {"cifar10-mini", "fashion-mini"}
+    small = {"cifar10-mini", "fashion-mini", "fashion-mini-central", "fashion-mini-closed"}
     every = {name.removeprefix("openfl/") for name in recipe_names() if name.startswith("openfl/")}
     assert every == cells | table4 | set(ablations()) | small | {"semifl-original-cifar10"}
