@@ -315,6 +315,7 @@ def test_clients_count_alike_whatever_they_hold(tmp_path: Path) -> None:
     assert outcome.rounds[1]["client_weights"] == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["server", "clients"])
 def test_quickstart(labels: str, tmp_path: Path) -> None:
     changes = ["clients_per_round=2", "local.epochs=1", "server.warmup_epochs=15", "engine.workers=1"]

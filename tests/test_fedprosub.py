@@ -526,6 +526,7 @@ def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return out, parts, run_toy(parts, out)
 
 
+@pytest.mark.slow
 def test_quickstart_runs(quick: tuple[Path, Parts, Outcome]) -> None:
     _, parts, outcome = quick
     assert len(outcome.rounds) == 4
@@ -549,6 +550,7 @@ def test_quickstart_runs(quick: tuple[Path, Parts, Outcome]) -> None:
             assert SUBSPACE_BASIS not in answer.up.weights
 
 
+@pytest.mark.slow
 def test_the_saved_model_gives_the_same_score_without_the_run(quick: tuple[Path, Parts, Outcome]) -> None:
     out, parts, outcome = quick
     images = parts.scenario.views.plain(parts.scenario.dataset.x_test[:40])

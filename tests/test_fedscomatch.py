@@ -443,6 +443,7 @@ def test_a_client_with_labels_only_learns_them_and_queues_nothing() -> None:
     assert len(again.held.kept.position) == 1 + again.record.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["server", "clients"])
 def test_quickstart(labels: str, tmp_path: Path) -> None:
     changes = ["clients_per_round=2", "local.epochs=1", "server.warmup_epochs=15", "engine.workers=1"]

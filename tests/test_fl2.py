@@ -414,6 +414,7 @@ def test_a_run_notes_confidence_and_counts_by_doubt(tmp_path: Path) -> None:
         assert line["pseudo"]["seen"] > line["pseudo"]["used"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["server", "clients"])
 def test_quickstart(labels: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "run"

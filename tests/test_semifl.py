@@ -364,6 +364,7 @@ def test_the_server_fine_tunes_what_momentum_left() -> None:
 # The command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["server", "clients"])
 def test_quickstart(labels: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
