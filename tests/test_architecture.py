@@ -20,6 +20,7 @@ PACKAGE = Path(semifed.__file__).parent
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 METHOD_FILES = sorted(path for path in (PACKAGE / "methods").glob("*.py") if path.stem != "__init__")
+PAGES = [ROOT / "README.md", *(page for part in ("docs", "results") for page in (ROOT / part).rglob("*.md"))]
 WITH_EXAMPLES = [path for path in MODULES if ">>> " in path.read_text()]
 
 each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
@@ -141,3 +142,10 @@ def test_every_listed_method_is_in_the_readme() -> None:
         row["name"] for row in listed if not any(re.search(rf"(?<![\w-]){row['name']}(?![\w-])", line) for line in rows)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
