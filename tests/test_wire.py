@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semifed.payloads import Up
-from semifed.wire import fault_of, from_arrays, size_in_bytes, to_arrays
+from semifed.wire import fault_of, from_arrays, odd_ones_out, size_in_bytes, to_arrays
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -160,3 +160,37 @@ def test_a_count_that_is_none_is_refused(samples: float | list[float], told: str
     assert fault is not None
     assert "samples" in fault
     assert told in fault
+
+
+class Telling(NamedTuple):
+    weights: dict[str, Tensor]
+    samples: Tensor
+    level: Tensor
+    directions: Tensor
+
+
+def telling(level: Tensor, directions: Tensor) -> Telling:
+    return Telling({"a": torch.zeros(2)}, torch.ones(()), level, directions)
+
+
+def test_an_update_with_parts_unlike_those_of_most_others_is_named() -> None:
+    usual = telling(torch.ones(()), torch.ones(3, 4))
+    silent = telling(torch.ones(()), torch.empty(0))
+    assert odd_ones_out([usual, silent, usual]) == [None, None, None]
+    assert odd_ones_out([]) == []
+    wide, long, whole = (
+        telling(torch.ones(2), torch.ones(3, 4)),
+        telling(torch.ones(()), torch.ones(4, 3)),
+        telling(torch.ones((), dtype=torch.int64), torch.ones(3, 4)),
+    )
+    faults = odd_ones_out([usual, wide, usual, long, silent, whole, usual, usual])
+    assert faults == [
+        None,
+        "'level' is torch.float32 [2], that of most others torch.float32 []",
+        None,
+        "'directions' is torch.float32 [4, 3], that of most others torch.float32 [3, 4]",
+        None,
+        "'level' is torch.int64 [], that of most others torch.float32 []",
+        None,
+        None,
+    ]

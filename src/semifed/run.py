@@ -26,7 +26,7 @@ from semifed.rundir import RunDirectory, finite, summary
 from semifed.schedule import schedule_factor
 from semifed.server import ServerSite
 from semifed.threshold import Threshold, rejection_threshold
-from semifed.wire import Weights, fault_of, size_in_bytes
+from semifed.wire import Weights, fault_of, odd_ones_out, size_in_bytes
 
 
 def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class RoundLoop:
             traffic[1] += len(cohort) * size_in_bytes(down)
             expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down)
-            fresh = [_checked(answer, down, expected) for answer in replies]
+            fresh = _alike([_checked(answer, down, expected) for answer in replies])
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
             self.engine.held.update({one.record.client: one.held for one in fresh if isinstance(one, Reply)})
             answers.extend(fresh)
@@ -241,6 +241,17 @@ def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]
     if isinstance(answer, Reply) and (fault := fault_of(answer.up, down.weights, expected)):
         return ClientFailure(answer.record.client, f"its update was refused: {fault}")
     return answer
+
+
+def _alike(answers: Sequence[Reply | ClientFailure]) -> list[Reply | ClientFailure]:
+    """Replies that are shaped unlike most others become failures of their clients."""
+    faults = iter(odd_ones_out([answer.up for answer in answers if isinstance(answer, Reply)]))
+    return [
+        ClientFailure(answer.record.client, f"its update was refused: {fault}")
+        if isinstance(answer, Reply) and (fault := next(faults))
+        else answer
+        for answer in answers
+    ]
 
 
 def _mean_terms(records: Sequence[ClientRecord]) -> dict[str, float]:

@@ -4,7 +4,8 @@ A payload is a NamedTuple whose fields are tensors, maps from names to tensors, 
 is allowed where the type says so. The type is known on both sides, so only named arrays travel.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -94,3 +95,25 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     if samples is not None and (samples.ndim != 0 or float(samples) < 0):
         return f"'samples' is {samples.tolist()}, not a count"
     return None
+
+
+def odd_ones_out(updates: Sequence[object]) -> list[str | None]:
+    """For each update, why what it holds beside weights is shaped unlike that of most others; None if it is not.
+
+    Only a method knows what shapes its further parts have, and clients cannot be asked; an empty part is always right.
+    """
+    parts = [
+        {
+            name: f"{array.dtype} {list(array.shape)}"
+            for name, array in to_arrays(update).items()
+            if array.numel() and not name.startswith("weights/")
+        }
+        for update in updates
+    ]
+    names = {name for part in parts for name in part}
+    usual = {name: Counter(part[name] for part in parts if name in part).most_common(1)[0][0] for name in names}
+    odd = [[name for name, kind in part.items() if kind != usual[name]] for part in parts]
+    return [
+        f"'{found[0]}' is {part[found[0]]}, that of most others {usual[found[0]]}" if found else None
+        for part, found in zip(parts, odd, strict=True)
+    ]
