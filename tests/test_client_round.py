@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from semifed.assembly import Parts, build_workplace
-from semifed.client_round import Held, Reply, Task, Workplace, client_round
+from semifed.assembly import Parts
+from semifed.client_round import Held, Reply, Task, client_round
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.method import Method
@@ -18,20 +18,7 @@ from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Down, Local, Server, Up, Visit
 from semifed.recipe import Recipe
-from semifed.run import RoundLoop
-from semifed.server import ServerSite
-from toys import Outcome, Quiet, equal_weights, run_toy, toy_parts, toy_recipe
-
-
-def place_of(parts: Parts) -> Workplace:
-    return build_workplace(parts.recipe, (1, 8, 8), 3)
-
-
-def site_of(parts: Parts, round_: int) -> ServerSite:
-    site = RoundLoop(parts, place_of(parts).net, *[None] * 4).site  # type: ignore[arg-type]
-    site.round = round_
-    return site
-
+from toys import Outcome, Quiet, equal_weights, place_of, run_toy, site_of, toy_parts, toy_recipe
 
 # Loss.carry and Method.keep
 

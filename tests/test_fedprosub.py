@@ -26,7 +26,7 @@ from semifed.beta_mixture import (
     mean_mixture,
     refitted,
 )
-from semifed.client_round import Reply, Task, Workplace, client_round
+from semifed.client_round import Reply, Task, client_round
 from semifed.data.client import Batch, batches
 from semifed.errors import UserError
 from semifed.losses import cosine_distance, subspace_separation
@@ -39,7 +39,7 @@ from semifed.payloads import Visit
 from semifed.prototypes import ClassTotals, class_means, class_totals, subspace_basis, subspace_score
 from semifed.recipe_file import load_recipe
 from semifed.run import RoundLoop
-from toys import Outcome, equal_weights, run_toy, toy_dataset, toy_parts, toy_recipe
+from toys import Outcome, equal_weights, place_of, run_toy, toy_dataset, toy_parts, toy_recipe
 
 SHAPES = st.floats(0.5, 60)
 
@@ -313,10 +313,6 @@ def test_more_classes_than_features_are_refused_before_anything_is_written(tmp_p
 
 def parts_of(labels: str, **options: Any) -> Parts:
     return toy_parts(toy_recipe("fedprosub", labels, {"method": options}, rounds=3))
-
-
-def place_of(parts: Parts) -> Workplace:
-    return build_workplace(parts.recipe, (1, 8, 8), 3)
 
 
 def sent_of(parts: Parts, *, subspace: bool = True) -> Sent:

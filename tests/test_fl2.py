@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from command import semifed
 from reference.losses import log_probabilities
 from semifed.aggregate import doubtful_shares
-from semifed.assembly import Parts, build_workplace
+from semifed.assembly import Parts
 from semifed.client_round import Reply as Answer
 from semifed.client_round import Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
@@ -30,10 +30,8 @@ from semifed.net import Net
 from semifed.payloads import Down, Local, Visit
 from semifed.pseudo import adaptive_label
 from semifed.rng import torch_stream
-from semifed.run import RoundLoop
-from semifed.server import ServerSite
 from semifed.server_momentum import Moving
-from toys import equal_weights, run_toy, toy_parts, toy_recipe
+from toys import equal_weights, place_of, run_toy, shaken, site_of, toy_parts, toy_recipe
 
 CLIENT = 1
 Array = NDArray[np.float64]
@@ -200,18 +198,9 @@ def world(labels: str = "server", **options: Any) -> World:
     """A client that has received weights in the middle of a run; its network is in evaluation mode."""
     parts = toy_parts(toy_recipe("fl2", labels, {"method": options}, rounds=2))
     net = place_of(parts).net
-    generator = torch.Generator().manual_seed(5)
-    noisy = {n: t + 0.1 * torch.randn(t.shape, generator=generator).abs() for n, t in net.state().items()}
+    noisy = shaken(net.state())
     net.load(noisy)
     return World(parts, net, Down(noisy), parts.scenario.client(CLIENT))
-
-
-def place_of(parts: Parts) -> Any:
-    return build_workplace(parts.recipe, (1, 8, 8), 3)
-
-
-def site_of(parts: Parts) -> ServerSite:
-    return RoundLoop(parts, place_of(parts).net, *[None] * 4).site  # type: ignore[arg-type]
 
 
 def answer_of(here: World) -> Answer:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from reference import losses as reference
-from semifed.assembly import Parts, build_workplace
-from semifed.client_round import Reply, Task, Workplace, client_round
+from semifed.assembly import Parts
+from semifed.client_round import Reply, Task, client_round
 from semifed.data.client import Batch, batches
 from semifed.fit import Loss, fit
 from semifed.losses import cross_entropy, mean
 from semifed.net import Net
 from semifed.payloads import Down, Nothing, Received, Visit
-from toys import equal_weights, run_toy, toy_parts, toy_recipe
+from toys import equal_weights, place_of, run_toy, toy_parts, toy_recipe
 
 FIXMATCH = ("fixmatch-lpl", "fixmatch-gpl", "fedfixmatch", "fedprox-fixmatch")
 
@@ -25,10 +25,6 @@ def parts_of(method: str, labels: str = "clients", local: dict[str, Any] | None 
     if labels == "clients":
         changes["scenario"] = {"labelled_per_class": 6}
     return toy_parts(toy_recipe(method, labels, changes, rounds=2))
-
-
-def place_of(parts: Parts) -> Workplace:
-    return build_workplace(parts.recipe, (1, 8, 8), 3)
 
 
 def down_of(parts: Parts) -> Down:

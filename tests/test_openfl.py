@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reference import openset as reference
 from reference.batchnorm import cnn_statistics
-from semifed.assembly import Parts, build_workplace
+from semifed.assembly import Parts
 from semifed.checkpoint import Checkpoint
 from semifed.client_round import Reply, Task, Workplace, client_round
 from semifed.data.client import Batch, ClientData, batches
@@ -21,10 +21,8 @@ from semifed.method import payload_types
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Visit
-from semifed.run import RoundLoop
-from semifed.server import ServerSite
 from semifed.wire import Weights, fault_of, to_arrays
-from toys import Outcome, Quiet, equal_weights, run_toy, toy_parts, toy_recipe
+from toys import Outcome, Quiet, equal_weights, place_of, run_toy, site_of, toy_parts, toy_recipe
 
 GATES = {"threshold": 0.6, "known_threshold": 0.45, "negative_threshold": 0.5}  # of a hardly trained model
 Changes = dict[str, dict[str, Any]]
@@ -38,16 +36,6 @@ def parts_of(labels: str = "server", changes: Changes | None = None, name: str =
     tables = {**(changes or {}), "method": method}
     tables["server"] = {"warmup_epochs": 10, **tables.get("server", {})}
     return toy_parts(toy_recipe(name, labels, tables, rounds=3))
-
-
-def place_of(parts: Parts) -> Workplace:
-    return build_workplace(parts.recipe, (1, 8, 8), 3)
-
-
-def site_of(parts: Parts, round_: int = 0) -> ServerSite:
-    site = RoundLoop(parts, place_of(parts).net, *[None] * 4).site  # type: ignore[arg-type]
-    site.round = round_
-    return site
 
 
 READY: dict[str, Any] = {}

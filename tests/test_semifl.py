@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from command import semifed
 from reference.losses import cross_entropies, log_probabilities, mean_over_all
-from semifed.assembly import Parts, build_workplace
+from semifed.assembly import Parts
 from semifed.client_round import Reply, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
 from semifed.fit import Loss
@@ -23,10 +23,8 @@ from semifed.methods.semifl import Labelled, SemiFL
 from semifed.net import Net
 from semifed.payloads import Down, Local, Up, Visit
 from semifed.rng import beta, torch_stream
-from semifed.run import RoundLoop
-from semifed.server import ServerSite
 from semifed.server_momentum import Moving, step_to_mean
-from toys import equal_weights, run_toy, toy_parts, toy_recipe
+from toys import equal_weights, place_of, run_toy, shaken, site_of, toy_parts, toy_recipe
 
 CLIENT = 1
 
@@ -51,19 +49,10 @@ def world(labels: str = "server", tables: dict[str, dict[str, Any]] | None = Non
     """A client that has received weights in the middle of a run; its network is in evaluation mode."""
     changes = {"method": options, **(tables or {})}
     parts = toy_parts(toy_recipe("semifl", labels, changes, rounds=2))
-    net = build_workplace(parts.recipe, (1, 8, 8), 3).net
-    generator = torch.Generator().manual_seed(5)
-    noisy = {n: t + 0.1 * torch.randn(t.shape, generator=generator).abs() for n, t in net.state().items()}
+    net = place_of(parts).net
+    noisy = shaken(net.state())
     net.load(noisy)
     return World(parts, net, Down(noisy), parts.scenario.client(CLIENT))
-
-
-def place_of(parts: Parts) -> Any:
-    return build_workplace(parts.recipe, (1, 8, 8), 3)
-
-
-def site_of(parts: Parts) -> ServerSite:
-    return RoundLoop(parts, place_of(parts).net, *[None] * 4).site  # type: ignore[arg-type]
 
 
 def reply_of(here: World) -> Reply:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semifed.assembly import build_net, optimiser, prepare_run
-from semifed.data.client import Batch
 from semifed.evaluate import Evaluator
-from semifed.fit import Diverged, Loss
+from semifed.fit import Diverged
 from semifed.method import Method
 from semifed.methods.server_only import ServerOnly
 from semifed.net import Net
@@ -37,9 +36,6 @@ class Brightness(Method):
 
     def setup(self, weights: Weights, site: ServerSite) -> Server:
         return Server(weights)
-
-    def loss(self, net: Net, batch: Batch, const: object) -> Loss:
-        raise NotImplementedError
 
     def predict(self, net: Net, images: Tensor) -> Prediction:
         return Prediction(torch.zeros(len(images), 3), images.mean(dim=(1, 2, 3)))

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from semifed.assembly import Parts
-from semifed.client_round import Reply
+from semifed.assembly import Parts, build_workplace
+from semifed.client_round import Reply, Workplace
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import build_scenario
 from semifed.data.views import Views
@@ -18,8 +18,9 @@ from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure
 from semifed.methods import method_class, method_names
 from semifed.recipe import Recipe, check_recipe
-from semifed.run import execute
+from semifed.run import RoundLoop, execute
 from semifed.rundir import RunDirectory
+from semifed.server import ServerSite
 from semifed.wire import Weights
 
 PLACEMENTS = ("server", "clients", "some-clients")
@@ -88,6 +89,24 @@ def toy_parts(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
     method = recipe.build_method()
     scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, all_labels=method.opens_labels)
     return Parts(recipe, method, scenario)
+
+
+def place_of(parts: Parts) -> Workplace:
+    """What a process needs to act as a client of the toy images."""
+    return build_workplace(parts.recipe, (1, 8, 8), 3)
+
+
+def site_of(parts: Parts, round_: int = 0) -> ServerSite:
+    """The server's workplace in a round."""
+    site = RoundLoop(parts, place_of(parts).net, *[None] * 4).site  # type: ignore[arg-type]
+    site.round = round_
+    return site
+
+
+def shaken(weights: Weights) -> Weights:
+    """Weights as they may be in the middle of a run: statistics included, far from the initial ones."""
+    generator = torch.Generator().manual_seed(5)
+    return {name: t + 0.1 * torch.randn(t.shape, generator=generator).abs() for name, t in weights.items()}
 
 
 class Exchange(NamedTuple):

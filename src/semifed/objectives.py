@@ -115,6 +115,15 @@ def open_set_unsupervised(
     ), views
 
 
+def ssb_loss(net: Net, batch: Batch, labelled: Loss, gates: Gates, weights: OpenSetWeights) -> Loss:
+    """SSB at a client: the loss on its labels, if any, and on unlabelled images; the confident are in use."""
+    if len(batch.unlabelled) == 0:
+        return labelled
+    here = gates.at(batch.unlabelled.position)
+    unlabelled, _ = open_set_unsupervised(net, batch.unlabelled, here, here.confident, weights)
+    return together(labelled, unlabelled)
+
+
 def mean_over(views: Sequence[Tensor]) -> Tensor:
     """The mean over several views of a batch."""
     return mean(torch.cat(list(views)))

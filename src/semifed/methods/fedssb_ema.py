@@ -14,7 +14,7 @@ from semifed.data.client import Batch, ClientData
 from semifed.fit import Loss
 from semifed.method import Method, NonNegative, Share, averaged
 from semifed.net import Net
-from semifed.objectives import OpenSetWeights, open_set_supervised, open_set_unsupervised, together
+from semifed.objectives import OpenSetWeights, open_set_supervised, ssb_loss
 from semifed.payloads import Averaged, Down, Local, Nothing, Prediction, Up, Visit, detected
 from semifed.pseudo import Gates, gates
 from semifed.server import ServerSite
@@ -49,15 +49,10 @@ class FedSSBEMA(Method[Averaged, Down, Up, Gates]):
         return Local(data, masks, Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Gates) -> Loss:
-        own = self.server_loss(net, batch)  # 0 unless the client holds labels
-        if len(batch.unlabelled) == 0:
-            return own
-        here = const.at(batch.unlabelled.position)
         weights = OpenSetWeights(
             self.consistency_weight, self.detector_weight, self.entropy_weight, self.socr_weight, self.negative_weight
         )
-        unlabelled, _ = open_set_unsupervised(net, batch.unlabelled, here, here.confident, weights)
-        return together(own, unlabelled)
+        return ssb_loss(net, batch, self.server_loss(net, batch), const, weights)
 
     def aggregate(self, server: Averaged, ups: Sequence[Up], site: ServerSite) -> Averaged:
         mean = averaged(server.weights, ups, site, equal_shares([float(up.samples) for up in ups]))
