@@ -12,6 +12,7 @@ from rich.console import Console
 
 from command import Outcome, assert_same_weights, process, semifed, surroundings, tiny_tables, written
 from semifed.progress import Bar, Lines
+from semifed.recipe_file import recipe_names
 
 LISTS = ("methods", "datasets", "models", "recipes")
 
@@ -28,10 +29,11 @@ def is_plain(text: str) -> bool:
 
 @pytest.mark.parametrize("what", LISTS)
 def test_lists_are_tables_for_people_and_json_for_programs(capsys: pytest.CaptureFixture[str], what: str) -> None:
-    table = semifed(capsys, "list", what)
+    every = ["q"] if what == "recipes" else []  # without a beginning, the recipes of one table are one line
+    table = semifed(capsys, "list", what, *every)
     assert table.code == 0
     assert is_plain(table.out)
-    rows = json.loads(semifed(capsys, "list", what, "--json").out)
+    rows = json.loads(semifed(capsys, "list", what, *every, "--json").out)
     assert rows
     assert len({row["name"] for row in rows}) == len(rows)
     for row in rows:
@@ -47,6 +49,29 @@ def test_lists_fit_the_terminal(
     outcome = semifed(capsys, "list", "recipes")
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= int(columns)
+
+
+def test_recipes_of_one_table_are_one_line_until_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    short = semifed(capsys, "list", "recipes").out
+    assert "sage/table3-…" in short
+    assert "4 recipes: semifed list recipes sage/table3" in " ".join(short.split())
+    assert "sage/table3-cifar100-cpg" not in short
+    assert "sage/fashion-mini" in short
+    long = semifed(capsys, "list", "recipes", "sage/table3").out
+    assert [line.split()[0] for line in long.splitlines() if line.startswith("sage/")] == [
+        "sage/table3-cifar100-cdsc",
+        "sage/table3-cifar100-cpg",
+        "sage/table3-cinic10-cdsc",
+        "sage/table3-cinic10-cpg",
+    ]
+    assert len(json.loads(semifed(capsys, "list", "recipes", "--json").out)) == len(recipe_names())
+
+
+def test_a_misspelt_beginning_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = semifed(capsys, "list", "recipes", "sage/tabel3")
+    assert outcome == Outcome(2, "", "error: list: no recipe starts with 'sage/tabel3'; did you mean 'sage/table3'?\n")
+    outcome = semifed(capsys, "list", "models", "sage")
+    assert outcome == Outcome(2, "", "error: list: only recipes can be listed by how they start, not models\n")
 
 
 def test_a_misspelt_list(capsys: pytest.CaptureFixture[str]) -> None:

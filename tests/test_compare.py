@@ -19,7 +19,9 @@ from command import semifed
 from semifed.errors import UserError
 from semifed.report import Comparison, Row, compare_runs
 from semifed.report.compare import differing_keys, spread
+from semifed.report.figures import Point
 from semifed.report.gap import gap_caveat, gap_shares, gaps
+from semifed.report.reach import Reach, first_reached, levels_of, reaches
 
 Curve = list[float | None]
 
@@ -583,3 +585,177 @@ def test_a_sweep_refuses_a_foreign_floor_before_it_trains(tmp_path: Path, capsys
     assert outcome.code == 2
     assert "--floor: there is no run of 'server-only'" in outcome.err
     assert not (tmp_path / "g").exists()
+
+
+# Rounds to given accuracies, and the speed-up against a reference
+
+
+def point_curve(values: Curve) -> list[Point]:
+    return [Point(number, value) for number, value in enumerate(values)]
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    st.lists(st.floats(0.01, 1), min_size=1, max_size=3),
+)
+def test_rounds_and_speedup_are_those_of_a_loop(own: Curve, other: Curve, levels: list[float]) -> None:
+    def rounds(curve: Curve, level: float) -> int | None:
+        for number, value in enumerate(curve):
+            if value is not None and value + 1e-12 >= level:
+                return number
+        return None
+
+    for found, level in zip(reaches(point_curve(own), levels, point_curve(other)), levels, strict=True):
+        mine, theirs = rounds(own, level), rounds(other, level)
+        assert (found.level, found.round) == (level, mine)
+        assert found.speedup == (pytest.approx(theirs / mine) if mine and theirs else None)
+    assert all(one.speedup is None for one in reaches(point_curve(own), levels, None))
+
+
+def test_gaps_in_a_curve_are_passed_over() -> None:
+    assert first_reached(point_curve([0.1, None, 0.6, None, 0.9]), 0.5) == 2
+    assert first_reached([], 0.5) is None
+
+
+def speed_runs(top: Path) -> None:
+    """LPL reaches 60 % in round 4 by its mean, SAGE in round 2; FedAvg never does."""
+    for seed, shift in enumerate((-0.02, 0.02)):
+        for method, curve in (
+            ("fixmatch-lpl", [0.1, 0.3, 0.5, 0.55, 0.6, 0.72]),
+            ("sage", [0.1, 0.55, 0.65, 0.7, 0.8, 0.85]),
+            ("fedavg", [0.1, 0.2, 0.3, 0.35, 0.4, 0.45]),
+        ):
+            write_run(top / f"{method}-{seed}", method, seed, [value + shift for value in curve])
+
+
+def test_speedup_refers_to_the_mean_curve_of_the_reference(tmp_path: Path) -> None:
+    speed_runs(tmp_path)
+    comparison = compare_runs([tmp_path], reach="70,50.5,60")
+    rows = by_method(comparison)
+    levels = [0.505, 0.6, 0.7]
+    assert rows["sage"].reached == tuple(map(Reach, levels, (1, 2, 3), (3.0, 2.0, 5 / 3)))
+    assert rows["fixmatch-lpl"].reached == tuple(map(Reach, levels, (3, 4, 5), (1.0, 1.0, 1.0)))
+    assert rows["fedavg"].reached == tuple(Reach(level, None) for level in levels)
+    assert {row.compared_with for row in comparison.rows} == {"fixmatch-lpl"}
+    text = " ".join(printed(comparison, 140).split())
+    assert "2 ×2.00" in text
+    assert "3 ×1.67" in text
+    assert "reach N %: first round in which the mean accuracy of the seeds is there; ×: how many times sooner" in text
+    html = page(comparison, tmp_path)
+    assert '<td class="number">1 ×3.00</td>' in html
+    assert ">reach\n50.5 %</th>" in html
+    slower = compare_runs([tmp_path], reach="60", against="sage")
+    assert by_method(slower)["fixmatch-lpl"].reached == (Reach(0.6, 4, 0.5),)
+
+
+def test_without_levels_nothing_is_counted(tmp_path: Path) -> None:
+    speed_runs(tmp_path)
+    comparison = compare_runs([tmp_path])
+    assert all(row.reached == () and row.compared_with == "" for row in comparison.rows)
+    assert "reach N %" not in printed(comparison, 140)
+
+
+def test_each_block_has_its_own_reference(tmp_path: Path) -> None:
+    for alpha, late in ((0.1, [0.1, 0.2, 0.3, 0.7]), (1.0, [0.1, 0.7, 0.7, 0.7])):
+        scenario = {"alpha": alpha}
+        write_run(tmp_path / f"lpl{alpha}", "fixmatch-lpl", curve=[*late], scenario=scenario)
+        write_run(tmp_path / f"sage{alpha}", "sage", curve=[0.1, 0.7, 0.7, 0.7], scenario=scenario)
+    write_run(tmp_path / "alone", "sage", curve=[0.1, 0.7], scenario={"alpha": 10.0}, rounds=1)
+    found = {
+        row.differences["scenario.alpha"]: row
+        for row in compare_runs([tmp_path], reach="65").rows
+        if row.method == "sage"
+    }
+    assert [found[alpha].reached[0].speedup for alpha in ("0.1", "1", "10")] == [3.0, 1.0, None]
+
+
+def test_no_reference_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "sage")
+    comparison = compare_runs([tmp_path], reach="60")
+    assert only(comparison).reached == (Reach(0.6, 1),)
+    assert "No speed-up: no block has a finished run of fixmatch-lpl." in printed(comparison)
+
+
+@pytest.mark.parametrize("text", ["", "70,", "seventy", "0", "101", "-5", "nan", "inf"])
+def test_levels_are_percentages(text: str) -> None:
+    with pytest.raises(UserError, match="--reach"):
+        levels_of(text)
+
+
+def test_json_holds_what_the_table_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speed_runs(tmp_path / "runs")
+    outcome = semifed(capsys, "compare", str(tmp_path / "runs"), "--reach", "60", "--json")
+    assert outcome.code == 0
+    found = json.loads(outcome.out)
+    assert found["headline"] == "accuracy"
+    rows = {row["label"]: row for row in found["rows"]}
+    assert [row["method"] for row in found["rows"]] == ["sage", "fixmatch-lpl", "fedavg"]
+    assert rows["sage"]["reached"] == [{"level": 0.6, "round": 2, "speedup": 2.0}]
+    assert rows["fedavg"]["reached"] == [{"level": 0.6, "round": None, "speedup": None}]
+    assert rows["sage"]["compared_with"] == "fixmatch-lpl"
+    assert rows["sage"]["metrics"]["accuracy"] == {
+        "mean": pytest.approx(0.85),
+        "std": pytest.approx(0.04 / 2**0.5),
+        "n": 2,
+    }
+    assert rows["sage"]["seeds"] == [0, 1]
+
+
+def test_the_command_takes_reach_and_against(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speed_runs(tmp_path / "runs")
+    runs = str(tmp_path / "runs")
+    outcome = semifed(
+        capsys, "compare", runs, "--reach", "50,60", "--against", "fedavg", "--html", str(tmp_path / "c.html")
+    )
+    assert outcome.code == 0
+    assert "reach\n60 %" in (tmp_path / "c.html").read_text(encoding="utf-8")
+    for arguments, said in (
+        (("--reach", "60", "--against", "fedavgg"), "did you mean 'fedavg'?"),
+        (("--against", "fedavg"), "add --reach 70,80"),
+        (("--reach", "much"), "is no list of percentages"),
+    ):
+        wrong = semifed(capsys, "compare", runs, *arguments)
+        assert wrong.code == 2
+        assert said in wrong.err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--reach", "seventy"), ("--against", "fixmatch-lpl")])
+def test_a_sweep_refuses_what_its_comparison_cannot_use_before_it_trains(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = semifed(capsys, "sweep", "quickstart", "--out", str(tmp_path / "g"), option, value)
+    assert outcome.code == 2
+    assert option in outcome.err
+    assert not (tmp_path / "g").exists()
+    foreign = semifed(capsys, "sweep", "quickstart", "--out", str(tmp_path / "g"), "--reach", "70", "--against", "sage")
+    assert "--against: there is no run of 'sage'" in foreign.err
+
+
+def test_entropies_and_gaps_are_drawn_by_scenario(tmp_path: Path) -> None:
+    """SAGE's Figs. 10 and 12: the same lines for every alpha, in charts with one axis."""
+    for alpha in (0.1, 1.0):
+        for seed in (0, 1):
+            run = write_run(tmp_path / f"s{alpha}-{seed}", "sage", seed, scenario={"alpha": alpha})
+            lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+            for line in lines[1:]:
+                line["opinions"] = {
+                    "local": {"entropy": alpha + seed},
+                    "received": {"entropy": None},
+                    "gap": {"mean": 0.25},
+                }
+            (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_run(tmp_path / f"f{alpha}", "fedavg", scenario={"alpha": alpha})
+    comparison = compare_runs([tmp_path])
+    rows = {(row.method, row.differences["scenario.alpha"]): row for row in comparison.rows}
+    curve = rows["sage", "0.1"].opinions["local.entropy"]
+    assert [(point.round, point.low, point.high) for point in curve] == [(1, 0.1, 1.1), (2, 0.1, 1.1)]
+    assert [point.value for point in curve] == pytest.approx([0.6, 0.6])
+    assert rows["sage", "1"].opinions.keys() == {"local.entropy", "gap.mean"}
+    assert rows["fedavg", "1"].opinions == {}
+    html = page(comparison, tmp_path)
+    assert html.count("<h3>Entropy of the local model&#39;s predictions</h3>") == 1
+    assert "sage <b>0.6</b>" in html
+    assert "sage <b>1.5</b>" in html
+    assert "received model" not in html
+    assert "opinions" not in comparison.as_json()["rows"][0]

@@ -1,7 +1,7 @@
 """The evaluator against predictions that are known beforehand, counted again by hand."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -310,8 +310,10 @@ def test_pseudo_label_quality(clients: list[list[tuple[int, int, bool]]]) -> Non
 class Fails(LocalEngine):
     """Loses the reply of the second client of every round."""
 
-    def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
-        answers = super().ask(round_, lr, clients, down)
+    def ask(
+        self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
+    ) -> list[Reply | ClientFailure]:
+        answers = super().ask(round_, lr, clients, down, own)
         return [answers[0], ClientFailure(clients[1], "lost on the way"), *answers[2:]]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from reference.sgd import Descent
 from semifed.data.client import Batch, Budget, ClientData, Samples, batches
 from semifed.data.views import Views
-from semifed.fit import Diverged, Loss, Optimiser, fit
+from semifed.fit import Course, Diverged, Fitted, Loss, Optimiser, fit
 from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.objectives import supervised
@@ -263,3 +263,119 @@ def test_a_step_with_nothing_to_learn_from_moves_nothing() -> None:
     )
     assert (fitted.steps, fitted.steps_taken) == (len(steps), 0)
     assert equal_weights(net.state(), before)
+
+
+# Networks beside the first one
+
+
+def pair() -> tuple[Net, Net]:
+    """Two networks of different weights."""
+    net = small_net()
+    twin = net.twin()
+    twin.load({name: tensor * 0.5 + 0.1 for name, tensor in net.state().items()})
+    return net, twin
+
+
+def both(first: Callable[[Net, Batch], Loss], second: Callable[[Net, Batch], Loss], twin: Net) -> Callable[..., Loss]:
+    def loss(net: Net, batch: Batch, *_: object) -> Loss:
+        assert net.network.training
+        assert twin.network.training
+        return Loss(first(net, batch).value + second(twin, batch).value, {})
+
+    return loss
+
+
+@settings(max_examples=15)
+@given(st.sampled_from([0.0, 0.9]), st.sampled_from([None, 0.5, 5.0]), st.integers(0, 99))
+def test_each_network_has_its_own_gradient_clipping_and_momentum(
+    momentum: float, clip: float | None, seed: int
+) -> None:
+    net, twin = pair()
+    optimiser = Optimiser(0.05, momentum, False, 0.01, clip)
+    ours, theirs = targets_for(net, 4, seed), targets_for(twin, 4, seed + 1000)
+    theirs = [{name: 30 * goal for name, goal in target.items()} for target in theirs]  # clipping sees the difference
+    expected = []
+    for each, targets in ((net, ours), (twin, theirs)):
+        weights = numbers(each)
+        descent = Descent(lr=0.05, momentum=momentum, nesterov=False, weight_decay=0.01, clip=clip)
+        for target in targets:
+            descent.step(weights, {name: weights[name] - goal.double().numpy() for name, goal in target.items()})
+        expected.append(weights)
+    fit(net, steps_of(4), both(quadratic(ours), quadratic(theirs), twin), optimiser, beside=[twin])
+    close(net, expected[0])
+    close(twin, expected[1])
+
+
+def test_training_beside_is_training_alone() -> None:
+    steps, optimiser = steps_of(5), Optimiser(0.1, 0.9, True, 1e-2, 0.7)
+    (net, twin), (alone, other) = pair(), pair()
+    fit(net, steps, both(supervised, supervised, twin), optimiser, beside=[twin])
+    fit(alone, steps, supervised, optimiser)
+    fit(other, steps, supervised, optimiser)
+    for one, two in ((net, alone), (twin, other)):
+        for name, tensor in one.state().items():
+            torch.testing.assert_close(tensor, two.state()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_all_networks_are_back_in_evaluation_mode() -> None:
+    net, twin = pair()
+    loss = both(supervised, supervised, twin)
+    fit(net, steps_of(2), loss, Optimiser(0.1), beside=[twin])
+    assert not any(module.training for each in (net, twin) for module in each.network.modules())
+    net.load({"classifier.bias": torch.full((3,), torch.nan)})
+    with pytest.raises(Diverged):
+        fit(net, steps_of(2), loss, Optimiser(0.1), beside=[twin])
+    assert not any(module.training for each in (net, twin) for module in each.network.modules())
+
+
+def test_only_the_first_networks_momentum_is_kept_and_given_back() -> None:
+    steps, optimiser = steps_of(6), Optimiser(0.1, 0.9)
+    (net, twin), (alone, other) = pair(), pair()
+    first = fit(net, steps[:3], both(supervised, supervised, twin), optimiser, beside=[twin])
+    assert first.momentum.keys() == net.named_parameters().keys()
+    fit(net, steps[3:], both(supervised, supervised, twin), optimiser, first.momentum, [twin])
+    fit(alone, steps, supervised, optimiser)
+    fit(other, steps[:3], supervised, optimiser)
+    fit(other, steps[3:], supervised, optimiser)  # starts at rest again
+    for one, two in ((net, alone), (twin, other)):
+        for name, tensor in one.state().items():
+            torch.testing.assert_close(tensor, two.state()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_network_with_nothing_to_learn_from_stays_though_the_other_one_learns() -> None:
+    net, twin = pair()
+    before = net.state()
+
+    def silent(net: Net, batch: Batch) -> Loss:
+        return Loss(supervised(net, batch).value.detach(), {})
+
+    optimiser = Optimiser(0.1, 0.9, weight_decay=0.5, clip=1.0)
+    fitted = fit(net, steps_of(3), both(silent, supervised, twin), optimiser, beside=[twin])
+    assert equal_weights(net.state(), before)
+    assert not equal_weights(twin.state(), pair()[1].state())
+    assert (fitted.steps_taken, fitted.momentum) == (3, {})
+
+
+def test_a_course_takes_networks_beside() -> None:
+    course = Course(Budget(None, 4, 5), (0, 1, 2), Optimiser(0.1), None)
+    (net, twin), (alone, other) = pair(), pair()
+    fitted = course.follow(net, data_of(), both(supervised, supervised, twin), "const", beside=[twin])
+    fit(alone, steps_of(4), both(supervised, supervised, other), Optimiser(0.1), beside=[other])
+    assert equal_weights(net.state(), alone.state())
+    assert equal_weights(twin.state(), other.state())
+    assert (fitted.steps, fitted.left) == (4, "const")
+
+
+def test_two_stages_are_one() -> None:
+    def labels(position: int) -> PseudoLabels:
+        return PseudoLabels(torch.tensor([position]), torch.tensor([0]), torch.tensor([True]))
+
+    first = Fitted(3, 2, 30, {"total": 1.5, "a": 1.0}, {"n": torch.tensor(2.0)}, [labels(1)], {"w": torch.ones(1)}, "x")
+    sums = {"n": torch.tensor(3.0), "m": torch.tensor(5.0)}
+    second = Fitted(4, 4, 7, {"total": 0.25, "b": 2.0}, sums, [labels(2)], {}, "y")
+    whole = first.then(second)
+    assert whole[:3] == (7, 6, 37)
+    assert whole.terms == {"total": 1.75, "a": 1.0, "b": 2.0}
+    assert {name: float(value) for name, value in whole.sums.items()} == {"n": 5.0, "m": 5.0}
+    assert [int(part.position) for part in whole.pseudo] == [1, 2]
+    assert (whole.momentum, whole.left) == ({}, "y")

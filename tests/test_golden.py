@@ -25,7 +25,8 @@ def recipe_tables(name: str) -> dict[str, Any]:
     regime = next(regime for regime in ("open", "known", "novel") if regime not in kind.no_meaning)
     # Three rounds make no model sure of anything: the gates must open all the same.
     asked = {field.name for field in fields(kind)}
-    options = {key: value for key, value in {"threshold": 0.3, "known_threshold": 0.3}.items() if key in asked}
+    gates = {"threshold": 0.3, "known_threshold": 0.3, "entropy_threshold": 1.65, "helper_interval": 2}
+    options = {key: value for key, value in gates.items() if key in asked}
     scenario = {"labels": labels, "classes": regime, "clients": 4, "partition": "dirichlet", "alpha": 0.5}
     return {
         "dataset": "digits",

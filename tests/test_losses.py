@@ -16,6 +16,7 @@ from semifed.models.network import Output, build_network
 from semifed.net import Net
 from semifed.objectives import plus, semi_supervised, supervised
 from semifed.pseudo import confident_label
+from semifed.targets import Targets
 from toys import toy_dataset
 
 
@@ -132,7 +133,7 @@ def test_fixmatch_objective(seed: int, labelled: int, unlabelled: int, threshold
     batch = batch_of(labelled, unlabelled)
     logits, weak, strong = drawn(seed, labelled, 3), drawn(seed + 1, unlabelled, 3), drawn(seed + 2, unlabelled, 3)
     label, sure = confident_label(weak, threshold)
-    loss = semi_supervised(batch, output_of(logits), output_of(strong), label, sure, unlabelled_weight=0.7)
+    loss = semi_supervised(batch, output_of(logits), output_of(strong), Targets(label, sure), unlabelled_weight=0.7)
     whole, supervised_part, unlabelled_part = reference.fixmatch(
         logits.double().numpy(),
         batch.labelled.labels.tolist(),
@@ -156,7 +157,7 @@ def test_a_batch_with_nothing_in_use_and_no_label_is_nothing_to_learn_from(thres
     net, batch = small_net(), batch_of(0, 4)
     outputs = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
     label, sure = confident_label(outputs[1].logits, threshold)
-    loss = semi_supervised(batch, outputs[0], outputs[2], label, sure, 1.0)
+    loss = semi_supervised(batch, outputs[0], outputs[2], Targets(label, sure), 1.0)
     assert loss.value.requires_grad is bool(sure.any())
     assert plus(loss, "penalty", 1.0, outputs[2].logits.sum()).value.requires_grad is bool(sure.any())
 
@@ -166,7 +167,7 @@ def test_an_empty_part_of_a_batch_adds_nothing_and_no_nan(labelled: int, unlabel
     net, batch = small_net(), batch_of(labelled, unlabelled)
     outputs = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
     label, sure = confident_label(outputs[1].logits, 0.0)
-    loss = semi_supervised(batch, outputs[0], outputs[2], label, sure, 1.0)
+    loss = semi_supervised(batch, outputs[0], outputs[2], Targets(label, sure), 1.0)
     loss.value.backward()
     assert bool(torch.isfinite(loss.value))
     assert (loss.terms["supervised"].item() == 0) == (labelled == 0)
@@ -205,7 +206,7 @@ def test_no_gradient_flows_through_pseudo_labels() -> None:
     batch = batch_of(0, 6)
     weak, strong = drawn(0, 6, 3).requires_grad_(), drawn(1, 6, 3).requires_grad_()
     label, sure = confident_label(weak, 0.3)
-    loss = semi_supervised(batch, output_of(drawn(2, 0, 3)), output_of(strong), label, sure, 1.0)
+    loss = semi_supervised(batch, output_of(drawn(2, 0, 3)), output_of(strong), Targets(label, sure), 1.0)
     loss.value.backward()
     assert weak.grad is None
     assert strong.grad is not None

@@ -122,7 +122,7 @@ def test_a_client_does_not_see_who_was_there_before(method: str, labels: str) ->
 
 
 def comparable(record: ClientRecord) -> object:
-    pseudo = record.pseudo and tuple(part.tolist() for part in record.pseudo)
+    pseudo = {name: array.tolist() for name, array in to_arrays(record.pseudo).items()}
     return record._replace(pseudo=None, seconds=0.0), pseudo
 
 
@@ -292,8 +292,9 @@ def test_bytes_are_those_of_the_arrays_that_travelled(method: str, labels: str, 
         up = down = 0
         for exchange in outcome.exchanges:
             if exchange.round == line["round"]:
-                sent = sum(array.numpy().nbytes for array in to_arrays(exchange.down).values())
-                down += sent * len(exchange.clients)
+                for client in exchange.clients:
+                    sent = to_arrays(exchange.own.get(client, exchange.down))
+                    down += sum(array.numpy().nbytes for array in sent.values())
                 for answer in exchange.answers:
                     assert isinstance(answer, Reply)
                     up += sum(array.numpy().nbytes for array in to_arrays(answer.up).values())

@@ -245,7 +245,7 @@ def test_masks_are_fixed_within_a_round_and_new_in_the_next(name: str) -> None:
     )
     visits = np.zeros(len(data.unlabelled))
     for pseudo in fitted.pseudo:
-        for position, label, used in zip(*(part.tolist() for part in pseudo), strict=True):
+        for position, label, used in zip(*(part.tolist() for part in pseudo[:3]), strict=True):
             assert (label, used) == (expected[0][position], expected[1][position])
             visits[position] += 1
     assert visits.max() == 3

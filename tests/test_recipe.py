@@ -193,7 +193,7 @@ def test_the_order_of_overrides_does_not_matter() -> None:
 
 
 def test_naming_the_recipes_own_method_keeps_its_fields() -> None:
-    assert load_recipe("sage/fashion-mini", ["method=fixmatch-gpl"]).method["threshold"] == 0.8
+    assert load_recipe("sage/fashion-mini", ["method=sage"]).method["threshold"] == 0.8
     assert "threshold" not in load_recipe("sage/fashion-mini", ["method=fixmatch-lpl"]).method
 
 

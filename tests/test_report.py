@@ -768,10 +768,15 @@ def test_gate_without_values_is_no_picture(tmp_path: Path) -> None:
     nothing = {"pass_known": None, "pass_unknown": None, "purity": None}
     lines = [round_line(number, gate=nothing) for number in range(3)]
     assert gate_chart(read_run(write_run(tmp_path / "none", rounds=lines))) is None
-    lines[2]["gate"] = {**nothing, "purity": 0.5}
+    lines[2]["gate"] = {**nothing, "pass_known": 0.9, "purity": 1.0}
+    assert gate_chart(read_run(write_run(tmp_path / "all-known", rounds=lines))) is None
+    lines[2]["gate"] = {**nothing, "pass_unknown": 0.5}
     chart = gate_chart(read_run(write_run(tmp_path / "one", rounds=lines)))
     assert chart is not None
-    assert [entry.name for entry in chart.legend] == ["known, of all let through", "right, of all pseudo-labels used"]
+    assert [entry.name for entry in chart.legend] == [
+        "unknown images let through, of all unknown",
+        "right, of all pseudo-labels used",
+    ]
 
 
 @pytest.mark.parametrize(

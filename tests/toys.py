@@ -61,7 +61,8 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     """Four clients of which three take part; `changes` are merged into the tables of that name."""
     kind = method_class(method)
     # An untrained model is never 0.95 sure: the pseudo-label path must be walked all the same.
-    options = {"threshold": 0.4} if "threshold" in {field.name for field in fields(kind)} else {}
+    asked = {field.name for field in fields(kind)}
+    options = {key: value for key, value in {"threshold": 0.4, "entropy_threshold": 1.08}.items() if key in asked}
     regime = next(name for name in ("open", "known", "novel") if name not in kind.no_meaning)
     tables: dict[str, Any] = {
         "dataset": "toy",
@@ -116,6 +117,7 @@ class Exchange(NamedTuple):
     clients: list[int]
     down: Any
     answers: list[Reply | ClientFailure]
+    own: Mapping[int, Any]  # what single clients got in place of it
 
 
 class Outcome(NamedTuple):
@@ -155,9 +157,11 @@ def run_toy(parts: Parts, out: Path, *, resume: bool = False, reporter: Quiet | 
     exchanges: list[Exchange] = []
 
     class Watched(LocalEngine):
-        def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
-            answers = super().ask(round_, lr, clients, down)
-            exchanges.append(Exchange(round_, list(clients), down, answers))
+        def ask(
+            self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
+        ) -> list[Reply | ClientFailure]:
+            answers = super().ask(round_, lr, clients, down, own)
+            exchanges.append(Exchange(round_, list(clients), down, answers, own or {}))
             return answers
 
     with patch("semifed.run.LocalEngine", Watched):

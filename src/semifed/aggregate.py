@@ -9,6 +9,7 @@ from torch import Tensor
 from semifed.wire import Weights
 
 FEWEST_GATED = 5  # a mean over fewer samples says nothing of a client
+MOST_IMAGES = 1e9  # no client holds more, whatever it claims
 HOPELESS = 1e-12  # clients this much less trusted than the best are alike: no claim may stretch the scale further
 
 
@@ -60,11 +61,31 @@ def reliability_shares(losses: Sequence[float], epsilon: float, most: float) -> 
     """
     claimed = torch.as_tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf, posinf=torch.inf)
     trust = 1 / (claimed.clamp(min=0) + epsilon)
-    count = len(trust)
+    count = max(len(trust), 1)
+    return bounded_shares(trust, 1 / (most * count), most / count)
+
+
+def claimed_counts(counts: Sequence[float]) -> Tensor:
+    """What clients say they hold, as far as it can be believed: negative numbers and what is none count as 0."""
+    return torch.as_tensor(counts, dtype=torch.float64).nan_to_num(nan=0.0, posinf=MOST_IMAGES).clamp(0, MOST_IMAGES)
+
+
+def capped_shares(counts: Sequence[float], most: float) -> Tensor:
+    """Counts scaled to sum to 1, no client above `most` equal shares of those who have anything to tell (CBAFed)."""
+    claimed = claimed_counts(counts)
+    active = claimed > 0
+    if not active.any():
+        return shares(claimed)
+    weight = torch.zeros_like(claimed)
+    weight[active] = bounded_shares(claimed[active], 0.0, most / int(active.sum()))
+    return weight
+
+
+def bounded_shares(trust: Tensor, low: float, high: float) -> Tensor:
+    """Shares in proportion to trust and summing to 1, but none below `low` or above `high`; equal if there is none."""
     if not trust.sum() > 0:
-        return shares(torch.ones(count))
+        return shares(torch.ones(len(trust)))
     trust = trust.clamp(min=float(trust.max()) * HOPELESS)
-    low, high = 1 / (most * count), most / count
 
     def bounded(scale: float) -> Tensor:
         return (trust * scale).clamp(low, high)
@@ -89,6 +110,14 @@ def alignment_level(total: Tensor, count: Tensor, classes: int, temperature: flo
 def moving_average(old: Weights, new: Weights, decay: float) -> Weights:
     """decay · old + (1 − decay) · new for every weight (R-EMA); 0 gives the new, 1 the old ones exactly."""
     return {name: old[name] * decay + tensor * (1 - decay) for name, tensor in new.items()}
+
+
+def sum_of_changes(start: Weights, ends: Sequence[Weights]) -> Weights:
+    """start + Σ (end − start) for every weight of the start (FedLabel); an end that equals it adds nothing."""
+    return {
+        name: _as_type(sum((end[name].double() - tensor for end in ends), start=tensor.double()), tensor.dtype)
+        for name, tensor in start.items()
+    }
 
 
 def momentum_step(received: Weights, mean: Weights, velocity: Weights, momentum: float) -> tuple[Weights, Weights]:

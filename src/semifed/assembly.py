@@ -60,7 +60,7 @@ def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
     for name in recipe.model.heads:
         if name not in asked:
             raise UserError(f"model.heads.{name}: no method asks for such a head; {nearest(name, sorted(asked))}")
-    return {name: recipe.model.heads.get(name, size) for name, size in method.heads.items()}
+    return {name: recipe.model.heads.get(name, size) for name, size in method.needed_heads().items()}
 
 
 def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -40,6 +40,10 @@ Floor = Annotated[
     str | None, typer.Option(metavar="METHOD", help="0 % of the gap that methods close; default server-only.")
 ]
 Ceiling = Annotated[str | None, typer.Option(metavar="METHOD", help="100 % of that gap; default fedavg-sl.")]
+Reach = Annotated[str | None, typer.Option(metavar="70,80", help="Count the rounds to these accuracies, in percent.")]
+Against = Annotated[
+    str | None, typer.Option(metavar="METHOD", help="What --reach's speed-ups refer to; default fixmatch-lpl.")
+]
 
 
 @app.command()
@@ -76,12 +80,14 @@ def sweep(
     out: Annotated[Path | None, typer.Option(help="Where the runs go; default runs/RECIPE.")] = None,
     floor: Floor = None,
     ceiling: Ceiling = None,
+    reach: Reach = None,
+    against: Against = None,
 ) -> None:
     """Run a grid of recipes; finished runs are kept, interrupted ones resumed. Ends in a comparison."""
     from semifed.sweep import grid
 
     out = out or Path("runs") / _stem(recipe)
-    runs = grid(recipe, axes or (), seeds, floor=floor, ceiling=ceiling)
+    runs = grid(recipe, axes or (), seeds, floor=floor, ceiling=ceiling, reach=reach, against=against)
     from semifed.report import compare_runs, write_report
 
     waiting = _unfinished(runs, out)
@@ -93,7 +99,8 @@ def sweep(
             _execute(loaded, out / name, resume=waiting[name], quiet=not _terminal().is_terminal)
         elif not (out / name / "report.html").exists():
             write_report(out / name)
-    comparison = compare_runs([out / name for name, _ in runs], floor=floor, ceiling=ceiling)
+    made = [out / name for name, _ in runs]
+    comparison = compare_runs(made, floor=floor, ceiling=ceiling, reach=reach, against=against)
     comparison.table(_terminal())
     comparison.write_html(out / "compare.html")
     _say(f"curves: {out / 'compare.html'}")
@@ -105,16 +112,23 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Write the table and learning curves to this file.")] = None,
     floor: Floor = None,
     ceiling: Ceiling = None,
+    reach: Reach = None,
+    against: Against = None,
     all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Print every metric that was measured.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: print this instead of the table.")] = False,
 ) -> None:
     """Put runs side by side: mean ± std where only the seed differs."""
     from semifed.report import compare_runs
 
-    comparison = compare_runs(runs, floor=floor, ceiling=ceiling)
-    comparison.table(_terminal(), all_metrics=all_metrics)
+    comparison = compare_runs(runs, floor=floor, ceiling=ceiling, reach=reach, against=against)
+    if as_json:
+        print(json.dumps(comparison.as_json(), indent=2))
+    else:
+        comparison.table(_terminal(), all_metrics=all_metrics)
     if html is not None:
         comparison.write_html(html)
-        _say(f"written: {html}")
+        if not as_json:
+            _say(f"written: {html}")
 
 
 @app.command()
@@ -167,24 +181,29 @@ def partition(
 @app.command(name="list")
 def list_(
     what: Annotated[str, typer.Argument(metavar="methods|datasets|models|recipes")],
+    start: Annotated[str, typer.Argument(metavar="[START]", help="Recipes whose names start so, each of them.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     data: Annotated[str | None, typer.Option(help="Where to look for data sets.")] = None,
 ) -> None:
     """List what there is."""
     from semifed import listing
 
-    tables = {
+    tables: dict[str, Callable[[], listing.Rows]] = {
         "methods": listing.methods,
         "datasets": lambda: listing.datasets(data),
         "models": listing.models,
-        "recipes": listing.recipes,
+        "recipes": lambda: listing.recipes(start),
     }
     if what not in tables:
         raise UserError(f"list: there are no {what!r}; {nearest(what, tables)}")
+    if start and what != "recipes":
+        raise UserError(f"list: only recipes can be listed by how they start, not {what}")
     rows = tables[what]()
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    if what == "recipes" and not start:
+        rows = listing.folded(rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in rows[0]:
         table.add_column(column, overflow="fold", no_wrap=column == "name")

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from semifed.data.client import Batch, Budget, ClientData, batches
-from semifed.fit import Loss, Optimiser, fit
+from semifed.data.client import Budget, ClientData
+from semifed.fit import Course, Optimiser
 from semifed.methods import AnyMethod
 from semifed.net import Net
 from semifed.payloads import Visit
 from semifed.pseudo import PseudoLabels
-from semifed.wire import Weights
+from semifed.wire import Weights, from_arrays, to_arrays
 
 FEWEST_IMAGES = 2  # batch statistics of a single image say nothing
 
@@ -84,24 +84,12 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
     with torch.no_grad():
         visit = Visit(place.seed, task.round, task.client)
         local = place.method.prepare(place.net, down, data, kept, visit)
-    const = local.const
-
-    def step(net: Net, batch: Batch) -> Loss:
-        nonlocal const
-        loss = place.method.loss(net, batch, const)
-        const = const if loss.carry is None else loss.carry
-        return loss
-
-    fitted = fit(
-        place.net,
-        batches(local.data, place.budget, visit),
-        step,
-        place.optimiser._replace(lr=task.lr),
-        momentum if place.keep_optimizer else None,
-    )
+    optimiser = place.optimiser._replace(lr=task.lr)
+    course = Course(place.budget, visit, optimiser, momentum if place.keep_optimizer else None)
+    fitted = place.method.train(place.net, local, course)
     with torch.no_grad():
         up = place.method.report(place.net, local, fitted)
-        left = place.method.keep(place.net, local, const)
+        left = place.method.keep(place.net, local, fitted.left)
     record = ClientRecord(
         task.client,
         fitted.steps,
@@ -117,10 +105,11 @@ def _last_labels(pseudo: list[PseudoLabels], data: ClientData) -> PseudoLabels |
     """The last label each unlabelled image was given in this round."""
     if not pseudo:
         return None
-    label = torch.full((len(data.unlabelled),), -1)
-    used = torch.zeros(len(data.unlabelled), dtype=torch.bool)
-    for part in pseudo:
-        label[part.position] = part.label
-        used[part.position] = part.used
-    seen = label >= 0
-    return PseudoLabels(data.unlabelled[seen], label[seen], used[seen])
+    given = [to_arrays(part) for part in pseudo]
+    # An opinion that only one stage of the training has is no opinion on all images: it is left out.
+    shared = set.intersection(*(set(arrays) for arrays in given))
+    whole = {name: torch.cat([arrays[name] for arrays in given]) for name in shared}
+    order = torch.arange(len(whole["position"]))
+    last = torch.full((len(data.unlabelled),), -1).scatter_reduce(0, whole["position"], order, "amax")
+    seen = last >= 0
+    return from_arrays(PseudoLabels, whole).at(last[seen])._replace(position=data.unlabelled[seen])

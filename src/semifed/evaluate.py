@@ -14,6 +14,7 @@ from semifed.data.unseen import images_like
 from semifed.methods import AnyMethod
 from semifed.metrics import accuracy, aupr, auroc, fpr_at_tpr, oscr, overall_auroc, per_class_accuracy
 from semifed.net import Net
+from semifed.opinions import Labelled, compare_opinions, majority_classes
 from semifed.payloads import Prediction
 from semifed.prototypes import class_directions, class_sums
 from semifed.wire import Weights
@@ -84,11 +85,14 @@ class Evaluator:
         """How many unlabelled images were seen and used this round, and how good that choice and those labels are.
 
         `pseudo` counts over all clients, `gate` tells known images from unknown ones, `per_client` has an entry for
-        each record. Without any pseudo-label there is nothing but an empty `pseudo`.
+        each record, `opinions` compares the model in training with the received one where a method has asked them.
+        Without any pseudo-label there is nothing but an empty `pseudo`.
         """
         if all(record.pseudo is None for record in records):
             return {"pseudo": {}}
-        each = [self._judged(record) for record in records]
+        given = [self._labelled(record) for record in records]
+        each = [_judged(one) for one in given]
+        opinions = compare_opinions([one for one in given if one is not None])
         judged = _Judged(*(torch.cat(parts) for parts in zip(*each, strict=True)))
         known, used, count = judged.known, judged.used, int(judged.used.sum())
         return {
@@ -109,6 +113,7 @@ class Evaluator:
                 "used": [int(one.used.sum()) for one in each],
                 "seen": [len(one.used) for one in each],
             },
+            **({"opinions": opinions} if opinions else {}),
         }
 
     @torch.no_grad()
@@ -152,14 +157,15 @@ class Evaluator:
             for name, share, count in zip(names, shares, counts, strict=True)
         ]
 
-    def _judged(self, record: ClientRecord) -> "_Judged":
+    def _labelled(self, record: ClientRecord) -> Labelled | None:
         if record.pseudo is None:
-            nothing = torch.zeros(0, dtype=torch.bool)
-            return _Judged(nothing, nothing, nothing)
-        position, label, used = record.pseudo
-        really = self._scenario.labels[position] == UNKNOWN  # SAGE's protocol lists labelled images here too
-        truth = self._scenario.sealed.break_seal()[position[really]]
-        return _Judged(used[really], truth != UNKNOWN, label[really] == truth)
+            return None
+        scenario = self._scenario
+        # SAGE's protocol lists labelled images among the unlabelled: their labels are no pseudo-labels.
+        pseudo = record.pseudo.at(scenario.labels[record.pseudo.position] == UNKNOWN)
+        own = scenario.labels[scenario.holdings[record.client].labelled]
+        majority = majority_classes(own, len(scenario.known))
+        return Labelled(pseudo, scenario.sealed.break_seal()[pseudo.position], majority)
 
     @torch.no_grad()
     def _predict(self, method: AnyMethod, net: Net, images: Tensor) -> Prediction:
@@ -173,6 +179,13 @@ class _Judged(NamedTuple):
     used: Tensor
     known: Tensor
     correct: Tensor
+
+
+def _judged(given: Labelled | None) -> _Judged:
+    if given is None:
+        nothing = torch.zeros(0, dtype=torch.bool)
+        return _Judged(nothing, nothing, nothing)
+    return _Judged(given.pseudo.used, given.truth != UNKNOWN, given.pseudo.label == given.truth)
 
 
 def principal_axes(vectors: Tensor) -> tuple[Tensor, Tensor, list[float]]:

@@ -1,14 +1,16 @@
 """Local training: the one loop in which gradients are taken, for clients and server alike."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from semifed.data.client import Batch
+from semifed.data.client import Batch, Budget, ClientData, batches, epoch_length
 from semifed.net import Net
 from semifed.pseudo import PseudoLabels
+from semifed.rng import Key
 from semifed.wire import Weights
 
 
@@ -42,6 +44,20 @@ class Fitted(NamedTuple):
     sums: dict[str, Tensor]
     pseudo: list[PseudoLabels]
     momentum: Weights
+    left: Any = None  # what the last step left behind, see `Loss.carry`
+
+    def then(self, later: "Fitted") -> "Fitted":
+        """Two stages of a round as one: counts, terms and sums add up, memory is that of the later one."""
+        return Fitted(
+            self.steps + later.steps,
+            self.steps_taken + later.steps_taken,
+            self.images + later.images,
+            _added(self.terms, later.terms),
+            _added(self.sums, later.sums),
+            self.pseudo + later.pseudo,
+            later.momentum,
+            later.left,
+        )
 
 
 class Diverged(ArithmeticError):
@@ -54,11 +70,16 @@ def fit(
     loss: Callable[[Net, Batch], Loss],
     optimiser: Optimiser,
     momentum: Weights | None = None,
+    beside: Sequence[Net] = (),
 ) -> Fitted:
-    """Train the network in place, one optimiser step a batch; it is back in evaluation mode afterwards."""
+    """Train the network in place, one optimiser step a batch; it is back in evaluation mode afterwards.
+
+    Networks `beside` it are trained by the same loss, each with its own gradient, clipping and momentum.
+    """
     parameters = net.named_parameters()
+    learners = [list(each.named_parameters().values()) for each in (net, *beside)]
     sgd = torch.optim.SGD(
-        parameters.values(),
+        list(chain(*learners)),
         lr=optimiser.lr,
         momentum=optimiser.momentum,
         nesterov=optimiser.nesterov,
@@ -71,7 +92,8 @@ def fit(
     terms: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
     pseudo = []
-    net.network.train()
+    for each in (net, *beside):
+        each.network.train()
     try:
         for batch in steps:
             result = loss(net, batch)
@@ -81,7 +103,8 @@ def fit(
                 sgd.zero_grad()
                 result.value.backward()
                 if optimiser.clip is not None:
-                    torch.nn.utils.clip_grad_norm_(parameters.values(), optimiser.clip)
+                    for learner in learners:
+                        torch.nn.utils.clip_grad_norm_(learner, optimiser.clip)
                 sgd.step()
                 steps_taken += 1
             step_count += 1
@@ -91,7 +114,8 @@ def fit(
             if result.pseudo is not None:
                 pseudo.append(result.pseudo)
     finally:
-        net.network.eval()
+        for each in (net, *beside):
+            each.network.eval()
     return Fitted(
         step_count,
         steps_taken,
@@ -110,3 +134,58 @@ def fit(
 def _add(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+
+
+def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {**one, **other, **{name: one[name] + other[name] for name in one if name in other}}
+
+
+class Course(NamedTuple):
+    """One client's training in one round: how long it is, where its randomness comes from, how steps are made."""
+
+    budget: Budget
+    address: tuple[Key, ...]
+    optimiser: Optimiser
+    momentum: Weights | None  # of this client's last round, if it keeps any
+
+    def epoch(self, data: ClientData) -> int:
+        """How many steps one pass over the data has."""
+        return epoch_length(data, self.budget)
+
+    def follow(
+        self,
+        net: Net,
+        data: ClientData,
+        loss: Callable[[Net, Batch, Any], Loss],
+        const: Any,
+        *,
+        stage: str = "",
+        steps: int | None = None,
+        times: int = 1,
+        beside: Sequence[Net] = (),
+        after: Callable[[int], None] = lambda _: None,
+    ) -> Fitted:
+        """Train by a loss that reads `const`, or what its last step left in place of it.
+
+        A second `stage` of a round draws other batches, and its first steps have no momentum; `steps` replaces the
+        recipe's budget; `times` is how many steps in a row see the same batch; `after` every step it is called with
+        their number.
+        """
+        left = const
+
+        def step(net: Net, batch: Batch) -> Loss:
+            nonlocal left
+            result = loss(net, batch, left)
+            left = left if result.carry is None else result.carry
+            return result
+
+        budget = self.budget if steps is None else self.budget._replace(steps=steps)
+        drawn = batches(data, budget, (*self.address, stage) if stage else self.address)
+
+        def told() -> Iterator[Batch]:
+            for count, batch in enumerate(chain.from_iterable([batch] * times for batch in drawn), start=1):
+                yield batch  # the loop comes back for the next batch when this one's step is done
+                after(count)
+
+        fitted = fit(net, told(), step, self.optimiser, None if stage else self.momentum, beside)
+        return fitted._replace(left=left)

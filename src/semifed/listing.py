@@ -1,7 +1,10 @@
 """What `semifed list` shows."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import fields
 
+from semifed.errors import UserError, nearest
 from semifed.recipe_file import recipe_names, recipe_tables, recipe_text
 
 # Methods, data sets and networks are imported where they are listed: recipes are told without loading PyTorch.
@@ -40,10 +43,40 @@ def models() -> Rows:
     return [{"name": name, "what": text} for name, text in MODELS.items()]
 
 
-def recipes() -> Rows:
-    """Every built-in recipe, with the first line of its file."""
+def recipes(start: str = "") -> Rows:
+    """Every built-in recipe whose name starts so, with the first line of its file."""
+    named = [name for name in recipe_names() if name.startswith(start)]
+    if not named:
+        raise UserError(f"list: no recipe starts with '{start}'; {nearest(start, _beginnings(recipe_names()))}")
     rows = []
-    for name in recipe_names():
+    for name in named:
         method = recipe_tables(name)["method"]["name"]
         rows.append({"name": name, "method": method, "what": recipe_text(name).splitlines()[0].lstrip("# ")})
     return rows
+
+
+def folded(rows: Rows) -> Rows:
+    """Rows of recipes in which the many of one table or figure of a paper are one row."""
+    families: dict[str, Rows] = {}
+    for row in rows:
+        families.setdefault(_family(row["name"]), []).append(row)
+    return [
+        {
+            "name": f"{family}-…",
+            "method": ", ".join(sorted({row["method"] for row in members})),
+            "what": f"{len(members)} recipes: semifed list recipes {family}",
+        }
+        if len(members) > 1
+        else members[0]
+        for family, members in families.items()
+    ]
+
+
+def _family(name: str) -> str:
+    """A recipe's paper and table, or its whole name where it stands for itself."""
+    found = re.match(r"[\w-]+/(table|fig|convergence|dirichlet)\d*", name)
+    return found[0] if found else name
+
+
+def _beginnings(names: Iterable[str]) -> list[str]:
+    return sorted({part for name in names for part in (name, _family(name), name.partition("/")[0])})

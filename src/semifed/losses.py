@@ -29,6 +29,16 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     return torch.xlogy(reference, reference).sum(dim=1) + soft_cross_entropy(logits, reference)
 
 
+def entropy(probabilities: Tensor) -> Tensor:
+    """−Σ_c p_c log p_c of each sample, in nats, [n]."""
+    return -torch.xlogy(probabilities, probabilities).sum(dim=1)
+
+
+def squared_distance(logits: Tensor, target: Tensor) -> Tensor:
+    """Σ_c (p_c − target_c)² for each sample, [n] (mean teacher, RSCFed)."""
+    return ((logits.softmax(dim=1) - target) ** 2).sum(dim=1)
+
+
 def mean(values: Tensor) -> Tensor:
     """The mean over a batch; 0, with a gradient of 0, for an empty one."""
     return values.sum() / max(len(values), 1)

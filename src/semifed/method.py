@@ -11,7 +11,7 @@ whole, never extended. What crosses a hook is a NamedTuple of tensors, so it can
 ['Server', 'Down', 'Up', 'Nothing']
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Protocol, get_args, get_origin
 
@@ -22,7 +22,7 @@ from typing_extensions import TypeVar
 
 from semifed.aggregate import shares, weighted_mean
 from semifed.data.client import Batch, ClientData
-from semifed.fit import Fitted, Loss
+from semifed.fit import Course, Fitted, Loss
 from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Down, HasWeights, Local, Nothing, Prediction, Server, Up, Update, Visit
@@ -52,8 +52,8 @@ U_out = TypeVar("U_out", covariant=True)
 class Ask(Protocol[D_in, U_out]):
     """One exchange with this round's clients."""
 
-    def __call__(self, down: D_in, /) -> Sequence[U_out]:
-        """Replies in client order, without the clients that failed."""
+    def __call__(self, down: D_in, /, own: Callable[[int], D_in] | None = None) -> Sequence[U_out]:
+        """Replies in client order, without the clients that failed; `own` is what a client gets in place of `down`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,10 @@ class Method(Generic[S, D, U, C, K]):
     no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # values of scenario.labels or .classes, and why
     opens_labels: ClassVar[bool] = False  # a ceiling: trains on the true labels of all known images
     heads: ClassVar[Mapping[str, str]] = {}  # further heads the network must have
+
+    def needed_heads(self) -> Mapping[str, str]:
+        """Which of `heads` this configuration builds, by default all."""
+        return self.heads
 
     def setup(self, weights: Weights, site: ServerSite) -> S:
         """Server, once: the state before the first round."""
@@ -80,6 +84,10 @@ class Method(Generic[S, D, U, C, K]):
     def loss(self, net: Net, batch: Batch, const: C) -> Loss:
         """Client, each step: what is minimised."""
         raise TypeError(f"{type(self).__name__} must write its loss")
+
+    def train(self, net: Net, local: Local[C, K], course: Course) -> Fitted:
+        """Client, once a round: one loop over `loss`; only a paper with several stages or networks replaces it."""
+        return course.follow(net, local.data, self.loss, local.const)
 
     def report(self, net: Net, local: Local[C, K], fitted: Fitted) -> U:
         """Client, once a round: what the server receives; a client that had nothing to learn from weighs nothing."""
@@ -100,7 +108,7 @@ class Method(Generic[S, D, U, C, K]):
         return supervised(net, batch)
 
     def round(self, server: S, ask: Ask[D, U], site: ServerSite) -> S:
-        """One round as seen from the server; only a paper with several exchanges a round replaces it."""
+        """One round as seen from the server; replaced for several exchanges, or where clients get different things."""
         return self.aggregate(server, ask(self.broadcast(server)), site)
 
     def delivered(self, server: S) -> Weights:

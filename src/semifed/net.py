@@ -50,6 +50,25 @@ class Net:
         output: Output = functional_call(self.network, moved, (images,))
         return output
 
+    def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
+        """What the network would say with other weights; gradients reach these, and nothing of its own changes.
+
+        Weights that are not named are its own. While training, batch-norm statistics track in the given buffers.
+        """
+        buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
+        output: Output = functional_call(self.network, {**buffers, **weights}, (images,))
+        return output
+
+    def twin(self) -> "Net":
+        """A second network of the same shape and weights, to be trained beside this one."""
+        return Net(copy.deepcopy(self.network), self.batchnorm)
+
+    @property
+    def class_rows(self) -> str:
+        """The name of the classifier's last weights, a row a class: ProxyFL's proxies."""
+        matrices = [name for name, tensor in self.network.classifier.named_parameters() if tensor.ndim > 1]
+        return f"classifier.{matrices[-1]}"
+
     def frozen(self) -> "FrozenNet":
         """A copy of the network as it is now, in evaluation mode and without gradients: a teacher."""
         return FrozenNet(copy.deepcopy(self.network))
@@ -114,4 +133,10 @@ class FrozenNet:
     def __call__(self, images: Tensor) -> Output:
         """Outputs in evaluation mode, no gradient."""
         output: Output = self._network(images)
+        return output
+
+    @torch.no_grad()
+    def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
+        """What it would answer with other weights."""
+        output: Output = functional_call(self._network, dict(weights), (images,))
         return output

@@ -16,11 +16,13 @@ from semifed.losses import (
     ova_negatives,
     ova_positive,
     pseudo_negatives,
+    soft_cross_entropy,
     soft_open_consistency,
 )
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.pseudo import Gates, PseudoLabels
+from semifed.targets import Targets
 
 
 def supervised(net: Net, batch: Batch) -> Loss:
@@ -32,18 +34,27 @@ def supervised(net: Net, batch: Batch) -> Loss:
 
 
 def semi_supervised(
-    batch: Batch, labelled: Output, strong: Output, label: Tensor, used: Tensor, unlabelled_weight: float
+    batch: Batch,
+    labelled: Output,
+    strong: Output,
+    chosen: Targets,
+    unlabelled_weight: float,
+    image_weight: Tensor | float = 1.0,
 ) -> Loss:
-    """FixMatch's objective: cross entropy on the labels plus that of strong views on the pseudo-labels in use."""
+    """FixMatch's objective: cross entropy on the labels plus that of strong views on the targets in use.
+
+    Images may count differently, `image_weight` [n].
+    """
     supervised_term = mean(cross_entropy(labelled.logits, batch.labelled.labels))
-    consistency = masked_mean(cross_entropy(strong.logits, label), used)
+    distance = cross_entropy if chosen.target.ndim == 1 else soft_cross_entropy
+    consistency = masked_mean(image_weight * distance(strong.logits, chosen.target), chosen.used)
     value = supervised_term + unlabelled_weight * consistency
-    if len(batch.labelled) == 0 and not used.any():
+    if len(batch.labelled) == 0 and not chosen.used.any():
         value = value.detach()  # nothing to learn from: weight decay and momentum alone must not move the model
     return Loss(
         value,
         {"supervised": supervised_term, "consistency": consistency},
-        pseudo=PseudoLabels(batch.unlabelled.position, label, used),
+        pseudo=PseudoLabels(batch.unlabelled.position, chosen.label, *chosen[1:]),
     )
 
 

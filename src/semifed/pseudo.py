@@ -1,11 +1,15 @@
 """Labels a model gives itself: what they are and which of them to trust."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from semifed.losses import entropy
 from semifed.models.network import Output
+from semifed.targets import Opinion, opinion
+from semifed.wire import from_arrays, to_arrays
 
 
 class PseudoLabels(NamedTuple):
@@ -14,12 +18,24 @@ class PseudoLabels(NamedTuple):
     position: Tensor  # [n] into the client's unlabelled images
     label: Tensor  # [n]
     used: Tensor  # [n] bool
+    local: Opinion | None = None  # of the model in training; the last three for diagnostics only
+    received: Opinion | None = None  # of the received model
+    mixing: Tensor | None = None  # [n], the local model's say where it is sure
+
+    def at(self, which: Tensor) -> "PseudoLabels":
+        """Those of some of the images, by index or mask."""
+        return from_arrays(PseudoLabels, {name: array[which] for name, array in to_arrays(self).items()})
 
 
 def confident_label(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """The most probable class of each sample, and whether its probability reaches the threshold."""
     confidence, label = logits.detach().softmax(dim=1).max(dim=1)
     return label, confidence >= threshold
+
+
+def sharpened(logits: Tensor, temperature: float) -> Tensor:
+    """p^(1/T) scaled to sum to 1, [n, classes] (MixMatch, RSCFed); it carries no gradient."""
+    return (logits.detach().log_softmax(dim=1) / temperature).softmax(dim=1)
 
 
 def adaptive_label(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,3 +125,75 @@ def gates(output: Output, threshold: float, known_threshold: float, negative_thr
     phi = output.heads["ova"].detach().softmax(dim=1)
     known = known_score(output.heads["ova"].detach(), label) >= known_threshold
     return Gates(label, confident, known, phi[:, 0] >= negative_threshold)
+
+
+Curve = Literal["convex", "linear", "concave"]  # from how well a class is learnt to its share of the threshold
+
+
+def learning_effect(selected: Tensor, classes: int, *, warm_up: bool) -> Tensor:
+    """FlexMatch's β, [classes]: how many images have a class as last sure label, relative to the commonest class.
+
+    `selected` holds that label of every image, −1 where there is none yet. With `warm_up` the images without one are
+    a class too, so no β is large before many images have a label. All are 0 while none has.
+    """
+    counts = torch.bincount(selected + 1, minlength=classes + 1)
+    commonest = (counts if warm_up else counts[1:]).max()
+    return counts[1:] / commonest.clamp(min=1)
+
+
+def flexible_threshold(effect: Tensor, threshold: float, mapping: Curve) -> Tensor:
+    """FlexMatch's threshold of each class, τ M(β), [classes]; 0 for a class not learnt yet, τ for the best learnt."""
+    share = {"convex": effect / (2 - effect), "linear": effect, "concave": torch.log2(1 + effect)}[mapping]
+    return threshold * share
+
+
+def selected_after(selected: Tensor, position: Tensor, local: Opinion, threshold: float) -> Tensor:
+    """The last sure labels of all images after a batch: sure is what reaches the full threshold of all classes."""
+    sure = local.confidence >= threshold
+    after = selected.clone()
+    after[position[sure]] = local.label[sure]
+    return after
+
+
+def ever_used(given: Sequence[PseudoLabels]) -> Tensor:
+    """Positions of the images whose label was used in any of the steps."""
+    used = [part.position[part.used] for part in given]
+    return torch.unique(torch.cat(used)) if used else torch.empty(0, dtype=torch.int64)
+
+
+def low_entropy_opinion(probabilities: Tensor, threshold: float) -> Opinion:
+    """An opinion of probabilities [n, classes] that is sure where their entropy is below a threshold (FedLoKe)."""
+    return opinion(probabilities, 0.0)._replace(sure=entropy(probabilities.detach()) < threshold)
+
+
+Certainty = Literal["variance", "confidence"]
+
+
+class Preference(NamedTuple):
+    """FedLabel's choice between two opinions on a batch."""
+
+    surer: Opinion  # s*
+    other: Opinion  # s^-*, the discarded one
+    ratio: Tensor  # [n], how sure the other one is compared with the surer; 0 where they name different classes
+
+
+def surer_opinion(local: Opinion, received: Opinion, certainty: Certainty = "variance") -> Preference:
+    """For each image the opinion of the greater h: variance of its probabilities over classes, or the largest of them.
+
+    Two opinions that prefer nothing (h = 0) are as sure as each other.
+    """
+    ours, theirs = (
+        each.probabilities.var(dim=1, correction=0) if certainty == "variance" else each.confidence
+        for each in (local, received)
+    )
+    first = ours >= theirs
+    low, high = torch.minimum(ours, theirs), torch.maximum(ours, theirs)
+    ratio = torch.where(high > 0, low / high, 1.0) * (local.label == received.label)
+    return Preference(_picked(first, local, received), _picked(~first, local, received), ratio)
+
+
+def _picked(first: Tensor, one: Opinion, other: Opinion) -> Opinion:
+    """Image by image, the first opinion where told so, else the second."""
+    return Opinion(
+        *(torch.where(first if a.ndim == 1 else first[:, None], a, b) for a, b in zip(one, other, strict=True))
+    )

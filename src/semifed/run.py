@@ -1,6 +1,6 @@
 """The round loop: from a recipe to a run directory."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -107,11 +107,12 @@ class RoundLoop:
         answers: list[Reply | ClientFailure] = []
         traffic = [0, 0]
 
-        def ask(down: Any, /) -> list[Any]:
+        def ask(down: Any, /, own: Callable[[int], Any] | None = None) -> list[Any]:
             cohort = self._cohort(round_)
-            traffic[1] += len(cohort) * size_in_bytes(down)
+            letters = {} if own is None else {client: own(client) for client in cohort}
+            traffic[1] += sum(size_in_bytes(letters.get(client, down)) for client in cohort)
             expected = self.site.net.trained_names()
-            replies = self.engine.ask(round_, self._client_lr, cohort, down)
+            replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
             fresh = _alike([_checked(answer, down, expected) for answer in replies])
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
             self.engine.held.update({one.record.client: one.held for one in fresh if isinstance(one, Reply)})

@@ -1,4 +1,4 @@
-"""How the learning rate changes from round to round."""
+"""How the learning rate, and what weights a term, change from round to round."""
 
 import math
 import re
@@ -20,3 +20,21 @@ def schedule_factor(schedule: str, round_: int, rounds: int) -> float:
     if match is None or not 0 <= end <= 1:
         raise ValueError(f"schedule: '{schedule}' is none of constant, cosine, cosine(END) with END from 0 to 1")
     return end + (1 - end) * (1 + math.cos(math.pi * round_ / rounds)) / 2
+
+
+def ramp_up(round_: int, length: float) -> float:
+    """What a term's weight is multiplied with in a round (counted from 1): round / length until that reaches 1.
+
+    >>> [ramp_up(r, 2.5) for r in range(1, 5)]
+    [0.4, 0.8, 1.0, 1.0]
+    """
+    return min(1.0, round_ / length) if length > 0 else 1.0
+
+
+def opening(share: float, rounds: int) -> int:
+    """How many rounds are the first share of all, a started one counted whole.
+
+    >>> [opening(share, 50) for share in (0.0, 0.1, 0.11, 1.0)]
+    [0, 5, 6, 50]
+    """
+    return math.ceil(round(share * rounds, 6))

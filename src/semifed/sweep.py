@@ -11,17 +11,27 @@ from semifed.override import split_values
 from semifed.recipe import Recipe
 from semifed.recipe_file import load_recipe
 from semifed.report.gap import refuse_unknown
+from semifed.report.reach import levels_of, refuse_lone_reference
 
 Axis = tuple[str, list[str]]
 
 
 def grid(
-    recipe: str, axes: Sequence[str], seeds: str, *, floor: str | None = None, ceiling: str | None = None
+    recipe: str,
+    axes: Sequence[str],
+    seeds: str,
+    *,
+    floor: str | None = None,
+    ceiling: str | None = None,
+    reach: str | None = None,
+    against: str | None = None,
 ) -> list[tuple[str, Recipe]]:
     """Every combination of the axes (KEY=A,B,C) and seeds, each with a directory name of its own.
 
-    A floor or ceiling that no run of the grid would be is refused here, before hours of training.
+    What the comparison at the end could not use is refused here, before hours of training.
     """
+    levels_of(reach)
+    refuse_lone_reference(against, reach)
     parsed = [_axis(text) for text in axes]
     for key, count in Counter(key for key, _ in parsed).items():
         if count > 1:
@@ -46,6 +56,7 @@ def grid(
     methods = {str(loaded.method["name"]) for loaded in runs.values()}
     refuse_unknown("--floor", floor, methods)
     refuse_unknown("--ceiling", ceiling, methods)
+    refuse_unknown("--against", against, methods)
     return list(runs.items())
 
 

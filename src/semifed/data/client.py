@@ -128,14 +128,12 @@ def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Itera
 
     Labelled images come in shuffled passes one after the other, so a small labelled set fills every batch.
     """
-    leading = data.unlabelled if len(data.unlabelled) else data.labelled
+    leading, size = _leading(data, budget)
     if len(leading) == 0:
         return
-    size = budget.batch * budget.unlabelled_ratio if len(data.unlabelled) else budget.batch
     order = _epochs(len(leading), size, torch_stream(*address, "order"))
     labelled = _endless(len(data.labelled), budget.batch, torch_stream(*address, "labelled"))
-    per_epoch = steps_per_epoch(len(leading), size)
-    steps = budget.steps if budget.steps is not None else (budget.epochs or 0) * per_epoch
+    steps = budget.steps if budget.steps is not None else (budget.epochs or 0) * epoch_length(data, budget)
     nothing = torch.empty(0, dtype=torch.int64)
     for step in range(steps):
         here = (*address, step)
@@ -150,6 +148,19 @@ def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Itera
 
 def _samples(data: ClientData, held: Tensor, position: Tensor, labels: Tensor, address: tuple[Key, ...]) -> Samples:
     return Samples(data.images[held[position]], position, labels, data.views, address)
+
+
+def epoch_length(data: ClientData, budget: Budget) -> int:
+    """Steps in one of the epochs above."""
+    leading, size = _leading(data, budget)
+    return steps_per_epoch(len(leading), size)
+
+
+def _leading(data: ClientData, budget: Budget) -> tuple[Tensor, int]:
+    """The images an epoch passes over, and how many of them a step sees."""
+    if len(data.unlabelled):
+        return data.unlabelled, budget.batch * budget.unlabelled_ratio
+    return data.labelled, budget.batch
 
 
 def steps_per_epoch(count: int, size: int) -> int:

@@ -10,8 +10,9 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from threading import Thread
@@ -52,7 +53,9 @@ class LocalEngine:
         if self.workers > 1 or timeout is not None:  # only another process can be stopped when it takes too long
             self._pool = _Pool(build, scenario.dataset.x_train, self.workers, timeout)
 
-    def ask(self, round_: int, lr: float, clients: Sequence[int], down: Any) -> list[Reply | ClientFailure]:
+    def ask(
+        self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
+    ) -> list[Reply | ClientFailure]:
         """One round of the given clients, each starting from what it held."""
         answers: dict[int, Reply | ClientFailure] = {}
         jobs: list[tuple[Task, ClientData]] = []
@@ -63,10 +66,10 @@ class LocalEngine:
             else:
                 jobs.append((Task(round_, client, lr, self.held.get(client)), data))
         if self._pool is not None:
-            answers |= self._pool.run(jobs, down, self._place.method)
+            answers |= self._pool.run(jobs, down, own or {}, self._place.method)
         else:
             for task, data in jobs:
-                answers[task.client] = _attempt(self._place, task, down, data)
+                answers[task.client] = _attempt(self._place, task, (own or {}).get(task.client, down), data)
         return [answers[client] for client in clients]
 
     def close(self) -> None:
@@ -127,19 +130,23 @@ class _SharedBuffer:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def write(self, arrays: dict[str, Tensor]) -> tuple[Layout, bool]:
-        """Pack the arrays; says where each one is, and whether the buffer is a new one."""
-        layout: Layout = []
+    def write(self, *payloads: dict[str, Tensor]) -> tuple[list[Layout], bool]:
+        """Pack payloads, what they share once; says where all of it is, and whether the buffer is a new one."""
+        start: dict[int, int] = {}
         end = 0
-        for name, array in arrays.items():
-            layout.append((name, array.dtype, tuple(array.shape), end))
-            end += -(-array.numel() * array.element_size() // 64) * 64
+        for array in chain.from_iterable(payload.values() for payload in payloads):
+            if id(array) not in start:
+                start[id(array)] = end
+                end += -(-array.numel() * array.element_size() // 64) * 64
         fresh = end > len(self.memory)
         if fresh:
             self.memory = torch.empty(end, dtype=torch.uint8).share_memory_()
-        for place, array in zip(read_buffer(self.memory, layout).values(), arrays.values(), strict=True):
-            place.copy_(array)
-        return layout, fresh
+        layouts = [[(name, a.dtype, tuple(a.shape), start[id(a)]) for name, a in part.items()] for part in payloads]
+        for layout, payload in zip(layouts, payloads, strict=True):
+            for place, array in zip(read_buffer(self.memory, layout).values(), payload.values(), strict=True):
+                if start.pop(id(array), None) is not None:
+                    place.copy_(array)
+        return layouts, fresh
 
 
 def read_buffer(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -169,11 +176,12 @@ class _Pool:
         self._workers = [self._start() for _ in range(workers)]
 
     def run(
-        self, jobs: list[tuple[Task, ClientData]], down: Any, method: AnyMethod
+        self, jobs: list[tuple[Task, ClientData]], down: Any, own: Mapping[int, Any], method: AnyMethod
     ) -> dict[int, Reply | ClientFailure]:
         """All jobs, largest client first."""
         _, _, up_type, kept_type = payload_types(method)
-        layout, fresh = self._down.write(to_arrays(down))
+        (common, *others), fresh = self._down.write(to_arrays(down), *map(to_arrays, own.values()))
+        layouts = defaultdict(lambda: common, zip(own, others, strict=True))
         if fresh:
             for worker in self._workers:
                 worker.has_down = False
@@ -181,7 +189,7 @@ class _Pool:
         deaths: Counter[int] = Counter()
         answers: dict[int, Reply | ClientFailure] = {}
         while len(answers) < len(jobs):
-            self._hand_out(queue, layout)
+            self._hand_out(queue, layouts)
             for worker in self._with_news():
                 task, data = worker.take_job()
                 answer = worker.answer()
@@ -219,11 +227,11 @@ class _Pool:
         worker.end()
         self._workers[self._workers.index(worker)] = self._start()
 
-    def _hand_out(self, queue: deque[tuple[Task, ClientData]], layout: Layout) -> None:
+    def _hand_out(self, queue: deque[tuple[Task, ClientData]], layouts: Mapping[int, Layout]) -> None:
         for worker in list(self._workers):
             if worker.job is None and queue:
                 try:
-                    worker.send(queue[0], self._down.memory, layout)
+                    worker.send(queue[0], self._down.memory, layouts[queue[0][0].client])
                     queue.popleft()
                 except (EOFError, OSError):  # it died while idle: no client is lost
                     if not worker.ready:
@@ -313,13 +321,16 @@ def _unpack_held(packed: PackedHeld, kept_type: type) -> Held:
 def _pack_record(record: ClientRecord) -> ClientRecord:
     if record.pseudo is None:
         return record
-    return record._replace(pseudo=PseudoLabels(*(part.numpy() for part in record.pseudo)))  # type: ignore[arg-type]
+    packed: Any = {name: array.numpy() for name, array in to_arrays(record.pseudo).items()}
+    return record._replace(pseudo=packed)
 
 
 def _unpack_record(record: ClientRecord) -> ClientRecord:
     if record.pseudo is None:
         return record
-    return record._replace(pseudo=PseudoLabels(*(torch.from_numpy(part) for part in record.pseudo)))
+    packed: Any = record.pseudo
+    arrays = {name: torch.from_numpy(array) for name, array in packed.items()}
+    return record._replace(pseudo=from_arrays(PseudoLabels, arrays))
 
 
 def _start_fork_server() -> None:
@@ -371,7 +382,7 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
             if isinstance(reply, ClientFailure):
                 answer: Any = reply
             else:
-                layout, fresh = up.write(to_arrays(reply.up))
+                (layout,), fresh = up.write(to_arrays(reply.up))
                 answer = _Answer(
                     up.memory if fresh else None, layout, _pack_held(reply.held), _pack_record(reply.record)
                 )

@@ -16,6 +16,7 @@ from semifed.net import Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
 from semifed.pseudo import confident_label
+from semifed.targets import Targets
 
 
 class Labels(NamedTuple):
@@ -43,4 +44,5 @@ class FedFixMatch(Method[Server, Down, Up, Labels]):
     def loss(self, net: Net, batch: Batch, const: Labels) -> Loss:
         labelled, strong = net.joint(batch.labelled.weak, batch.unlabelled.strong)
         at = batch.unlabelled.position
-        return semi_supervised(batch, labelled, strong, const.label[at], const.sure[at], self.unlabelled_weight)
+        chosen = Targets(const.label[at], const.sure[at])
+        return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)

@@ -1,23 +1,31 @@
-"""FedProx + FixMatch: local pseudo-labels, clients held near the received weights.
+"""FedProx + FixMatch: local pseudo-labels, clients held near the received weights; SAGE as a plug-in.
 
 Sohn et al., FixMatch, NeurIPS 2020; Li et al., FedProx, MLSys 2020; as a baseline in SAGE, CVPR 2025.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Loss
 from semifed.losses import proximal
 from semifed.method import Method, NonNegative, Share
-from semifed.net import Net
+from semifed.net import FrozenNet, Net
 from semifed.objectives import plus, semi_supervised
-from semifed.payloads import Down, Local, Nothing, Received, Server, Up, Visit
-from semifed.pseudo import confident_label
+from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
+from semifed.targets import Targets, opinion, sage_targets
+from semifed.wire import Weights
+
+
+class Const(NamedTuple):
+    """What is fixed for the round at a client."""
+
+    weights: Weights  # as received
+    teacher: FrozenNet | None  # the received network, where SAGE asks it
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProxFixMatch(Method[Server, Down, Up, Received]):
+class FedProxFixMatch(Method[Server, Down, Up, Const]):
     """FixMatch with local pseudo-labels and FedProx's penalty."""
 
     title: ClassVar[str] = "FixMatch with local pseudo-labels, clients held near the received weights"
@@ -25,14 +33,20 @@ class FedProxFixMatch(Method[Server, Down, Up, Received]):
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0  # lambda_u
     proximity: NonNegative = 0.001  # mu
+    sage: bool = False  # SAGE, Table 4: its targets in place of the local ones
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
-    ) -> Local[Received, Nothing]:
-        return Local(data, Received(down.weights), Nothing())
+    ) -> Local[Const, Nothing]:
+        return Local(data, Const(down.weights, net.frozen() if self.sage else None), Nothing())
 
-    def loss(self, net: Net, batch: Batch, const: Received) -> Loss:
+    def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        label, sure = confident_label(weak.logits, self.threshold)
-        fixmatch = semi_supervised(batch, labelled, strong, label, sure, self.unlabelled_weight)
+        local = opinion(weak.logits.softmax(dim=1), self.threshold)
+        if const.teacher is None:
+            chosen = Targets(local.chosen(soft=False), local.sure, local=local)
+        else:
+            received = const.teacher(batch.unlabelled.weak).logits.softmax(dim=1)
+            chosen = sage_targets(local, opinion(received, self.threshold))
+        fixmatch = semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)
         return plus(fixmatch, "proximity", self.proximity, proximal(net.named_parameters(), const.weights))

@@ -12,7 +12,7 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up, Visit
-from semifed.pseudo import confident_label
+from semifed.targets import Targets, opinion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class FixMatchGPL(Method[Server, Down, Up, Teacher]):
 
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0  # lambda_u
+    soft: bool = False  # SAGE, Table 5: probabilities instead of one-hot labels
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
@@ -32,5 +33,6 @@ class FixMatchGPL(Method[Server, Down, Up, Teacher]):
     def loss(self, net: Net, batch: Batch, const: Teacher) -> Loss:
         # The weak views are in the pass for their batch-norm statistics: only the labels' source differs from LPL.
         labelled, _, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        label, sure = confident_label(const.net(batch.unlabelled.weak).logits, self.threshold)
-        return semi_supervised(batch, labelled, strong, label, sure, self.unlabelled_weight)
+        received = opinion(const.net(batch.unlabelled.weak).logits.softmax(dim=1), self.threshold)
+        chosen = Targets(received.chosen(self.soft), received.sure, received=received)
+        return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)

@@ -12,7 +12,7 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Nothing
-from semifed.pseudo import confident_label
+from semifed.targets import Targets, opinion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,10 @@ class FixMatchLPL(Method):
 
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0  # lambda_u
+    soft: bool = False  # SAGE, Table 5: probabilities instead of one-hot labels
 
     def loss(self, net: Net, batch: Batch, const: Nothing) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        label, sure = confident_label(weak.logits, self.threshold)
-        return semi_supervised(batch, labelled, strong, label, sure, self.unlabelled_weight)
+        local = opinion(weak.logits.softmax(dim=1), self.threshold)
+        chosen = Targets(local.chosen(self.soft), local.sure, local=local)
+        return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)

@@ -64,6 +64,8 @@ def pseudo_charts(run: Run) -> list[Chart]:
         return numerator / denominator if numerator is not None and denominator else None
 
     present = {key for line in rounds for key, value in line.pseudo.items() if value is not None}
+    if all(line.gate and line.gate.get("pass_unknown") is None for line in rounds):
+        present.discard("used_unknown")  # there are no unknown images
     counts = [("images seen", "seen"), ("used", "used"), ("used, but of unknown classes", "used_unknown")]
     shares = [
         ("used, of those seen", "used"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semifed.report.figures import Point
 from semifed.report.gap import CEILING, FLOOR, gap_caveat, gap_shares, gaps, refuse_unknown
+from semifed.report.reach import AGAINST, Reach, first_reached, levels_of, reaches, refuse_lone_reference
 from semifed.report.rundir_reader import Run, find_runs, read_run
 from semifed.report.words import MISSING, headline_metric, in_reading_order, setting
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Settings = Mapping[str, Hashable]
+
+OPINIONS = {  # diagnostics of pseudo-labels that tell scenarios apart (SAGE, Figs. 10 and 12), by key in `opinions`
+    "local.entropy": "Entropy of the local model's predictions",
+    "received.entropy": "Entropy of the received model's predictions",
+    "gap.mean": "Gap of confidence, ΔC",
+    "mixing.mean": "Say of the local model, λ",
+}
 
 # What a run is about. The other tables say how a method was trained, and belong to the row rather than its block.
 _BLOCK_TABLES = ("", "scenario", "model")
@@ -50,6 +58,9 @@ class Row:
     behind_first: Spread | None = None  # headline metric against the first row of the block, seed by seed
     role: str = ""  # "floor" or "ceiling" of its block
     gap_share: Spread | None = None  # of the way from floor to ceiling in the headline metric, seed by seed
+    opinions: Mapping[str, Sequence[Point]] = field(default_factory=dict)  # over rounds, by key as `local.entropy`
+    reached: tuple[Reach, ...] = ()  # levels of the headline metric that were asked for
+    compared_with: str = ""  # label of the row that its speed-ups refer to
 
     @property
     def label(self) -> str:
@@ -77,6 +88,12 @@ class Comparison:
         if all_metrics:
             print_further(self, console)
 
+    def as_json(self) -> dict[str, Any]:
+        """The whole comparison for programs; metrics are fractions, and what was not measured is null."""
+        from semifed.report.compare_views import comparison_json
+
+        return comparison_json(self)
+
     def write_html(self, path: Path) -> None:
         """Writes the table and learning curves as one HTML file that opens offline."""
         from semifed.report.compare_views import comparison_page
@@ -85,11 +102,21 @@ class Comparison:
         write_page(path, comparison_page(self))
 
 
-def compare_runs(runs: Sequence[Path], *, floor: str | None = None, ceiling: str | None = None) -> Comparison:
+def compare_runs(
+    runs: Sequence[Path],
+    *,
+    floor: str | None = None,
+    ceiling: str | None = None,
+    reach: str | None = None,
+    against: str | None = None,
+) -> Comparison:
     """Compares run directories, or those found below directories; UserError names a path without a readable run.
 
     Where runs of a floor and a ceiling are among them, by method or label, rows say how much of the gap they close.
+    `reach` are percentages: rows say when they reach them, and how much sooner than the row `against` of their block.
     """
+    levels = levels_of(reach)
+    refuse_lone_reference(against, reach)
     read = [read_run(path) for path in find_runs(runs)]
     groups: dict[Hashable, list[Run]] = {}
     notes = []
@@ -111,7 +138,8 @@ def compare_runs(runs: Sequence[Path], *, floor: str | None = None, ceiling: str
     rows.sort(key=lambda row: order[id(row)])
     finished = _with_block_columns(rows, by_seed, headline)
     finished, caveats = _with_gap(finished, [by_seed[id(row)] for row in rows], headline, floor, ceiling)
-    return Comparison(finished, keys, metrics, headline, read[0].recipe, [*caveats, *notes])
+    finished, missing = _with_reach(finished, [by_seed[id(row)] for row in rows], headline, levels, against)
+    return Comparison(finished, keys, metrics, headline, read[0].recipe, [*caveats, *missing, *notes])
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -191,7 +219,8 @@ def _row(group: Sequence[Run], own: Settings, keys: Sequence[str]) -> Row:
         seeds=tuple(sorted(run.seed for run in group)),
         metrics=_spreads(metrics, [run.metrics for run in group]),
         last10=_spreads(metrics, [run.metrics_last10 for run in group]),
-        curves={metric: _curve(group, metric) for metric in metrics},
+        curves={metric: _curve([_metric(run, metric) for run in group]) for metric in metrics},
+        opinions=_opinion_curves(group),
         seconds=spread(run.total("seconds") for run in group),
         megabytes_up=megabytes["bytes_up"],
         megabytes_down=megabytes["bytes_down"],
@@ -211,9 +240,28 @@ def _progress(group: Sequence[Run]) -> str:
     return f"round {rounds}" + ("" if planned is None else f" of {planned}")
 
 
-def _curve(group: Sequence[Run], metric: str) -> list[Point]:
+def _metric(run: Run, metric: str) -> dict[int, float | None]:
+    return {line.number: line.metrics.get(metric) for line in run.evaluated}
+
+
+def _opinion_curves(group: Sequence[Run]) -> dict[str, list[Point]]:
+    """How sure both models are of their labels and how far they agree; empty where a method asks neither."""
+    found = {}
+    for key in OPINIONS:
+        part, _, name = key.partition(".")
+        curve = _curve(
+            [
+                {line.number: line.opinions.get(part, {}).get(name) for line in run.rounds if line.opinions}
+                for run in group
+            ]
+        )
+        if any(point.value is not None for point in curve):
+            found[key] = curve
+    return found
+
+
+def _curve(by_run: Sequence[Mapping[int, float | None]]) -> list[Point]:
     """Mean and range over seeds, at the rounds in which every seed was tested."""
-    by_run = [{line.number: line.metrics.get(metric) for line in run.evaluated} for run in group]
     common = sorted(set.intersection(*(set(values) for values in by_run)))
     points = []
     for number in common:
@@ -252,7 +300,7 @@ def _with_block_columns(rows: Sequence[Row], runs: Mapping[int, Sequence[Run]], 
             replace(
                 row,
                 target=target,
-                rounds_to_target=None if target is None else _first_reached(row.curves.get(headline, ()), target),
+                rounds_to_target=None if target is None else first_reached(row.curves.get(headline, ()), target),
                 behind_first=None
                 if row is first or row.unfinished or first.unfinished
                 else _paired_difference(runs[id(row)], runs[id(first)], headline),
@@ -268,10 +316,6 @@ def _common_target(rows: Sequence[Row], headline: str) -> float | None:
         return None
     # 0.58 * 100 is 57.99…: without the nudge the floor would lose a percent.
     return math.floor(100 * min(means) + 1e-9) / 100
-
-
-def _first_reached(curve: Sequence[Point], target: float) -> int | None:
-    return next((point.round for point in curve if point.value is not None and point.value >= target - 1e-12), None)
 
 
 def _paired_difference(runs: Sequence[Run], first: Sequence[Run], headline: str) -> Spread | None:
@@ -311,6 +355,25 @@ def _with_gap(
             f"No row is put between {floor or FLOOR} and {ceiling or CEILING}: no block has finished runs of both."
         )
     return complete, caveats
+
+
+def _with_reach(
+    rows: Sequence[Row], runs: Sequence[Sequence[Run]], headline: str, levels: Sequence[float], against: str | None
+) -> tuple[list[Row], list[str]]:
+    """Adds the rounds to each level and the speed-up against the reference of the row's block, if it has one."""
+    refuse_unknown("--against", against, [name for row in rows for name in (row.method, row.label)])
+    if not levels:
+        return list(rows), []
+    complete = []
+    for row in rows:
+        inside = [number for number, other in enumerate(rows) if other.block == row.block and not other.unfinished]
+        found = _reference(against or AGAINST, rows, {number: _values(runs[number], headline) for number in inside})
+        curve = None if found is None else rows[found].curves.get(headline, ())
+        reached = reaches(row.curves.get(headline, ()), levels, curve)
+        complete.append(replace(row, reached=reached, compared_with="" if found is None else rows[found].label))
+    if any(row.compared_with for row in complete):
+        return complete, []
+    return complete, [f"No speed-up: no block has a finished run of {against or AGAINST}."]
 
 
 def _values(runs: Sequence[Run], headline: str) -> dict[int, float]:

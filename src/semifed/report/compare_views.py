@@ -1,13 +1,15 @@
 """A comparison for the terminal and for the browser."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup
 
-from semifed.report.compare import Comparison, Row, Spread
+from semifed.report.compare import OPINIONS, Comparison, Row, Spread
 from semifed.report.figures import Chart, Series, legend, line_chart
 from semifed.report.html import render
+from semifed.report.reach import Reach
 from semifed.report.words import (
     MAIN_METRICS,
     MISSING,
@@ -63,6 +65,7 @@ def columns(comparison: Comparison) -> list[Column]:
             cells = [_first_or_difference(row) for row in rows]
             meaning = f"{metric_title(headline)} minus that of the first row of the block, seed by seed"
             found.append(Column("vs\nfirst", meaning, cells, True, 2))
+    found += _reach_columns(rows, headline)
     found += _cost_columns(rows, headline)
     return found
 
@@ -153,6 +156,27 @@ def comparison_page(comparison: Comparison) -> str:
     )
 
 
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as plain numbers and words; metrics are fractions, and what was not measured is null."""
+    rows = []
+    for row in comparison.rows:
+        plain = {
+            item.name: _plain(getattr(row, item.name))
+            for item in fields(row)
+            if item.name not in ("curves", "opinions")
+        }
+        rows.append({"label": row.label, **plain, "block": dict(row.block)})
+    return {"headline": comparison.headline, "rows": rows, "notes": comparison.notes}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spread | Reach):
+        return value._asdict()
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def reading_notes(comparison: Comparison, shown: Sequence[Column]) -> list[str]:
     """What the numbers of the shown columns are, and which runs need a caveat."""
     headings = [column.heading.replace("\n", " ") for column in shown]
@@ -173,6 +197,10 @@ def reading_notes(comparison: Comparison, shown: Sequence[Column]) -> list[str]:
     if reached := [heading for heading in headings if heading.startswith(("to ", "rounds to"))]:
         name = "rounds to" if "rounds to" in reached else "to"
         notes.append(f"{name} N %: first round in which the mean {comparison.headline} of the seeds reaches it.")
+    if any(heading.startswith("reach ") for heading in headings):
+        references = dict.fromkeys(row.compared_with for row in rows if row.compared_with)
+        speedup = f"; ×: how many times sooner than {', '.join(references)}" if references else ""
+        notes.append(f"reach N %: first round in which the mean {comparison.headline} of the seeds is there{speedup}.")
     notes += [f"† unfinished, {row.unfinished}: {row.label}" for row in rows if row.unfinished]
     return notes + comparison.notes
 
@@ -220,6 +248,24 @@ def _cost_columns(rows: Sequence[Row], headline: str) -> list[Column]:
         cells = [MISSING if amount is None else _three_digits(amount.mean) for amount in amounts]
         found.append(Column(heading.replace(" ", "\n"), f"Mean traffic of a run, {heading}", cells, True, 6))
     return found
+
+
+def _reach_columns(rows: Sequence[Row], headline: str) -> list[Column]:
+    """For every level that was asked for the rounds to it, with the speed-up behind them where there is one."""
+    found = []
+    for position, level in enumerate([one.level for one in rows[0].reached]):
+        cells = [_reach_cell(row.reached[position]) for row in rows]
+        meaning = f"First round in which the mean {metric_title(headline)} of the seeds reaches {100 * level:g} %"
+        if any(row.compared_with for row in rows):
+            meaning += ", and how many times sooner than the reference"
+        found.append(Column(f"reach\n{100 * level:g} %", meaning, cells, True, 2))
+    return found
+
+
+def _reach_cell(reached: Reach) -> str:
+    if reached.round is None:
+        return MISSING
+    return str(reached.round) if reached.speedup is None else f"{reached.round} ×{reached.speedup:.2f}"
 
 
 def _target_cell(row: Row, shared: bool) -> str:
@@ -292,17 +338,18 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     labels = dict.fromkeys(row.label for row in comparison.rows)
     styles = {label: position for position, label in enumerate(labels)}
     wanted = (comparison.headline, "old", "new", "auroc_seen", "auroc_overall")
+    titles = {metric: metric_title(metric) for metric in wanted if metric in comparison.metrics} | OPINIONS
     panels = []
-    for metric in (metric for metric in wanted if metric in comparison.metrics):
+    for metric, title in titles.items():
         by_block: dict[tuple[tuple[str, str], ...], list[Series]] = {}
         for row in comparison.rows:
-            if row.curves.get(metric):
-                line = Series(row.label, row.curves[metric], styles[row.label])
-                by_block.setdefault(row.block, []).append(line)
+            curve = (row.opinions if metric in OPINIONS else row.curves).get(metric)
+            if curve:
+                by_block.setdefault(row.block, []).append(Series(row.label, curve, styles[row.label]))
         everything = [line for lines in by_block.values() for line in lines]
-        charts = [_panel(metric, block, lines, everything) for block, lines in by_block.items()]
+        charts = [_panel(metric, title, block, lines, everything) for block, lines in by_block.items()]
         if charts:
-            panels.append((metric_title(metric), charts))
+            panels.append((title, charts))
     if all(len(charts) == 1 for _, charts in panels):
         together = [charts[0]._replace(title=title, note=charts[0].title) for title, charts in panels]
         return [("", together)] if together else []
@@ -310,12 +357,13 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
 
 
 def _panel(
-    metric: str, block: Sequence[tuple[str, str]], lines: Sequence[Series], everything: Sequence[Series]
+    metric: str, title: str, block: Sequence[tuple[str, str]], lines: Sequence[Series], everything: Sequence[Series]
 ) -> Chart:
     about = ", ".join(f"{key} {value}" for key, value in block)
     ends = [metric_value(metric, line.points[-1].value) for line in lines]
-    spoken = "; ".join(f"{line.name} ends at {end} percent" for line, end in zip(lines, ends, strict=True))
-    description = f"{metric_title(metric)} against rounds{f', {about}' if about else ''}: {spoken}."
+    unit = " percent" if is_fraction(metric) else ""
+    spoken = "; ".join(f"{line.name} ends at {end}{unit}" for line, end in zip(lines, ends, strict=True))
+    description = f"{title} against rounds{f', {about}' if about else ''}: {spoken}."
     return Chart(
         about,
         "",

@@ -39,6 +39,8 @@ def gate_chart(run: Run) -> Chart | None:
     def share(line: RoundLine, key: str) -> float | None:
         return line.pseudo.get(key) if key == "accuracy" else line.gate.get(key)
 
+    if not any(line.gate.get("pass_unknown") is not None for line in run.rounds):
+        return None  # where nothing is unknown, the section on pseudo-labels has said it all
     rounds = [line for line in run.rounds if any(value is not None for value in line.gate.values())]
     present = [(name, key) for name, key in lines if any(share(line, key) is not None for line in rounds)]
     if not present:

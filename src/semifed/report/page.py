@@ -12,6 +12,7 @@ from semifed.report import openset
 from semifed.report.charts import pseudo_charts, round_chart, three_digits
 from semifed.report.figures import Chart
 from semifed.report.html import render, write_page
+from semifed.report.opinions import opinion_charts
 from semifed.report.partition import draw_partition
 from semifed.report.rundir_reader import Run, finite, read_run
 from semifed.report.words import (
@@ -86,6 +87,7 @@ def report_page(run: Run) -> str:
         model_charts=openset.model_charts(run),
         steadiness=openset.steadiness(run),
         pseudo_charts=pseudo_charts(run),
+        opinion_charts=opinion_charts(run),
         gate=openset.gate_chart(run),
         pivots=openset.pivot_chart(run),
         feature_map=openset.feature_map(run),

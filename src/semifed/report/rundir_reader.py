@@ -41,6 +41,8 @@ class RoundLine:
     metrics: Values
     pseudo: Values
     gate: Values
+    opinions: Mapping[str, Values]
+    ranks: Mapping[str, tuple[float, ...]]  # of labels in the other model's ranking, how many at each place
     pivot_norm: float | None
     client_weights: tuple[float, ...]
     reliability: tuple[Reliability, ...]
@@ -258,16 +260,32 @@ def _round_line(number: int, content: Mapping[str, Any]) -> RoundLine:
         metrics=values(content.get("metrics")),
         pseudo=values(content.get("pseudo")),
         gate=values(content.get("gate")),
+        opinions=_tables(content.get("opinions")),
+        ranks=_ranks(content),
         pivot_norm=finite(content.get("pivot_norm")),
-        client_weights=tuple(
-            weight for one in listed(content, "client_weights") if (weight := finite(one)) is not None
-        ),
+        client_weights=_numbers(content, "client_weights"),
         reliability=_reliability(content),
         bytes_up=finite(content.get("bytes_up")) or 0.0,
         bytes_down=finite(content.get("bytes_down")) or 0.0,
         images=finite(content.get("images")) or 0.0,
         seconds=finite(content.get("seconds")) or 0.0,
     )
+
+
+def _tables(content: object) -> dict[str, Values]:
+    return {str(key): values(table) for key, table in content.items()} if isinstance(content, Mapping) else {}
+
+
+def _ranks(content: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    opinions = content.get("opinions")
+    agreement = opinions.get("agreement") if isinstance(opinions, Mapping) else None
+    if not isinstance(agreement, Mapping):
+        return {}
+    return {key: _numbers(agreement, key) for key in ("local_ranks", "received_ranks")}
+
+
+def _numbers(content: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    return tuple(number for one in listed(content, key) if (number := finite(one)) is not None)
 
 
 def _reliability(content: Mapping[str, Any]) -> tuple[Reliability, ...]:
