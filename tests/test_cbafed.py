@@ -17,11 +17,12 @@ from semifed.class_balance import Demand, Given, balanced_demand, class_counts, 
 from semifed.client_round import Reply as Answer
 from semifed.client_round import Task, client_round
 from semifed.data.client import Budget, ClientData, batches, epoch_length
+from semifed.data.views import Views
 from semifed.fit import Course, Optimiser
 from semifed.losses import cross_entropy
 from semifed.methods.cbafed import CBAFed, Reply, Sent, State
 from semifed.net import Net
-from semifed.payloads import Local, Visit
+from semifed.payloads import Down, Local, Visit
 from semifed.residual import residual_connection
 from semifed.rng import torch_stream
 from semifed.schedule import opening
@@ -243,9 +244,49 @@ def test_nothing_accepted_and_no_labels_is_nothing_to_learn_from() -> None:
 
 def test_a_single_accepted_image_can_be_learnt() -> None:
     here = world()
-    answer = answer_of(here._replace(data=here.data._replace(unlabelled=here.data.unlabelled[:1])))
+    chosen = here.prepare().const.used.nonzero()[0]
+    answer = answer_of(here._replace(data=here.data._replace(unlabelled=here.data.unlabelled[chosen])))
     assert answer.record.pseudo is not None
-    assert len(answer.record.pseudo.label) == 1
+    assert answer.record.pseudo.used.tolist() == [True]
+    assert float(answer.up.samples) == 1
+    start = here.down.weights["classifier.weight"]
+    assert not torch.equal(answer.up.weights["classifier.weight"], start)
+    assert torch.isfinite(answer.up.weights["classifier.weight"]).all()
+
+
+@pytest.mark.parametrize("kept", [0, 3, None])
+def test_the_gate_does_not_decide_how_long_a_client_trains(kept: int | None) -> None:
+    here = world("clients")
+    sureness = gate_logits(here.net, here.data).softmax(dim=1).max(dim=1).values.sort(descending=True).values
+    needed = {0: torch.tensor(1.0), 3: (sureness[2] + sureness[3]) / 2, None: torch.tensor(0.0)}[kept]
+    demand = Demand(needed.repeat(3), torch.zeros(3, dtype=torch.bool))
+    here = here._replace(down=here.down._replace(demand=demand))
+    assert len(here.prepare().data.unlabelled) == (len(sureness) if kept is None else kept)
+    plain = toy_parts(toy_recipe("fixmatch-lpl", "clients", rounds=2))
+    task, down = Task(1, CLIENT, 0.05, None), Down(here.down.weights)
+    steps = client_round(place_of(plain), task, down, plain.scenario.client(CLIENT)).record.steps
+    assert steps > 1
+    assert answer_of(here).record.steps == steps
+
+
+def test_nobody_looks_at_unlabelled_images_in_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = world("clients")
+    asked: list[int] = []
+    weak = Views.weak
+
+    def counted(views: Views, raw: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        asked.append(len(raw))
+        return weak(views, raw, generator)
+
+    monkeypatch.setattr(Views, "weak", counted)
+    assert len(here.prepare().data.unlabelled) > 0
+    assert sum(asked) == len(here.data.unlabelled)
+    asked.clear()
+    warm = here._replace(down=here.down._replace(demand=no_labels(UNIFORM)))
+    local = warm.prepare()
+    assert sum(asked) == 0
+    assert len(local.data.unlabelled) == 0
+    assert local.const.counts.tolist() == class_counts(here.data.labels, 3).tolist()
 
 
 @pytest.mark.parametrize(("labels", "epochs"), [("clients", 6), ("clients", 5), ("server", 6)])
@@ -255,7 +296,7 @@ def test_local_connection(labels: str, epochs: int) -> None:
     here = world(labels, quick, local_connect_every=2)
     unconnected = world(labels, quick, local_connect_every=100)
     local, place = here.prepare(), place_of(here.parts)
-    epoch = epoch_length(local.data, place.budget)
+    epoch = epoch_length(here.data, place.budget)
     course = Course(place.budget, (0, 1, CLIENT), place.optimiser._replace(lr=0.05), None)
     noted: dict[int, Weights] = {}
     place.net.load(here.down.weights)
@@ -264,6 +305,7 @@ def test_local_connection(labels: str, epochs: int) -> None:
         local.data,
         here.method.loss,
         local.const,
+        steps=epochs * epoch,
         after=lambda step: noted.update({step: place.net.state()}),
     )
     assert max(noted) == epochs * epoch
@@ -387,6 +429,7 @@ def run(labels: str, tmp_path: Path, method: str = "cbafed", **options: Any) -> 
 def test_warm_up_to_the_end_is_fedavg_of_labels(tmp_path: Path) -> None:
     ours = run("some-clients", tmp_path, warmup=1.0, most_trust=1e6)
     plain = run("some-clients", tmp_path, "fedavg")
+    assert [line["pseudo"]["seen"] for line in ours.rounds[1:]] == [0] * 4
     for name, tensor in plain.weights.items():
         torch.testing.assert_close(ours.weights[name], tensor, rtol=1e-5, atol=1e-6)
 

@@ -20,7 +20,7 @@ from semifed.assembly import Parts
 from semifed.class_priors import debiased, nearest_mixture, settled_mixture, tracked_prior, unbiased_shares
 from semifed.client_round import Reply as Answer
 from semifed.client_round import Task, client_round
-from semifed.data.client import Batch, Budget, ClientData, batches
+from semifed.data.client import Batch, Budget, ClientData, batches, step_count
 from semifed.errors import UserError
 from semifed.fit import Loss, fit
 from semifed.methods.feddb import Const, FedDB, Reply
@@ -28,6 +28,7 @@ from semifed.net import Net
 from semifed.payloads import Down, Local, Visit
 from semifed.rng import torch_stream
 from semifed.server_momentum import Moving
+from semifed.targets import KAPPA
 from toys import equal_weights, place_of, run_toy, site_of, toy_parts, toy_recipe
 
 CLIENT = 1
@@ -241,8 +242,15 @@ class World(NamedTuple):
         with torch.no_grad():
             return self.method.prepare(self.net, self.down, self.data, None, Visit(0, 1, CLIENT))
 
-    def answer(self) -> Answer:
-        return client_round(place_of(self.parts), Task(1, CLIENT, 0.05, None), self.down, self.data)
+    def budget(self) -> Budget:
+        """That of the recipe, in steps."""
+        budget = place_of(self.parts).budget
+        return budget._replace(epochs=None, steps=step_count(self.data, budget))
+
+    def answer(self, budget: Budget | None = None) -> Answer:
+        place = place_of(self.parts)
+        place = place._replace(budget=budget or place.budget)
+        return client_round(place, Task(1, CLIENT, 0.05, None), self.down, self.data)
 
 
 def world(labels: str = "clients", views: dict[str, str] | None = None, method: str = "feddb", **options: Any) -> World:
@@ -305,7 +313,7 @@ def test_a_round_by_hand(momentum: float) -> None:
         goal = local.const.label[batch.unlabelled.position]
         return Loss(F.cross_entropy(labelled, batch.labelled.labels) + 0.7 * F.cross_entropy(strong, goal), {})
 
-    fit(place.net, batches(local.data, place.budget, (0, 1, CLIENT)), by_hand, place.optimiser._replace(lr=0.05))
+    fit(place.net, batches(local.data, here.budget(), (0, 1, CLIENT)), by_hand, place.optimiser._replace(lr=0.05))
     answer = here.answer()
     for name, tensor in answer.up.weights.items():
         torch.testing.assert_close(tensor, place.net.state()[name], rtol=1e-4, atol=1e-5)
@@ -333,7 +341,7 @@ def test_with_a_uniform_prior_it_is_gpl_with_the_rounds_labels(
     assert sure.any()
     assert threshold == 0 or not sure.all()
     kept = gpl._replace(data=gpl.data._replace(unlabelled=gpl.data.unlabelled[sure]))
-    ours, theirs = here.answer(), kept.answer()
+    ours, theirs = here.answer(), kept.answer(here.budget())
     assert equal_weights(ours.up.weights, theirs.up.weights)
     assert ours.record.terms == theirs.record.terms
 
@@ -353,11 +361,24 @@ def test_where_nothing_passes_only_labels_are_learnt() -> None:
     def labels_only(net: Net, batch: Batch) -> Loss:
         return Loss(F.cross_entropy(net(batch.labelled.weak).logits, batch.labelled.labels), {})
 
-    fit(place.net, batches(alone, place.budget, (0, 1, CLIENT)), labels_only, place.optimiser._replace(lr=0.05))
+    fit(place.net, batches(alone, here.budget(), (0, 1, CLIENT)), labels_only, place.optimiser._replace(lr=0.05))
     for name, tensor in answer.up.weights.items():
         torch.testing.assert_close(tensor, place.net.state()[name], rtol=1e-5, atol=1e-6)
     assert torch.equal(answer.up.prior, here.prepare().const.prior), "that of the round's start"
     assert answer.record.terms["consistency"] == 0.0
+
+
+@pytest.mark.parametrize("kept", [0, 3, None])
+def test_the_gate_does_not_decide_how_long_a_client_trains(kept: int | None) -> None:
+    rows = gate_probabilities(world())
+    prior = [sum(row[c] for row in rows) / len(rows) for c in range(3)]
+    sureness = sorted((max(row) for row in debiased_by_loop(rows, prior)), reverse=True)
+    here = world(threshold={0: 1.0, 3: (sureness[2] + sureness[3]) / 2, None: 0.0}[kept])
+    assert len(here.prepare().data.unlabelled) == (len(rows) if kept is None else kept)
+    plain = world(method="fixmatch-lpl").answer().record.steps
+    assert plain > 1
+    assert here.answer().record.steps == plain
+    assert here.answer(Budget(None, 5, 8)).record.steps == 5
 
 
 @pytest.mark.parametrize("sage", [False, True])
@@ -381,7 +402,7 @@ def test_a_client_with_labels_alone_claims_no_lean(sage: bool) -> None:
 
 
 def test_sage_mixes_debiased_opinions() -> None:
-    here = world(sage=True, threshold=0.52, kappa=2.0)
+    here = world(sage=True, threshold=0.52)
     const = here.prepare().const
     received = place_of(here.parts).net
     received.load(here.down.weights)
@@ -398,7 +419,7 @@ def test_sage_mixes_debiased_opinions() -> None:
         other = [[math.exp(value) for value in log_probabilities(row)] for row in theirs.tolist()]
         targets, used = [], []
         for local, its in zip(debiased_by_loop(mine, prior), debiased_by_loop(other, start), strict=True):
-            share = math.exp(-2.0 * (abs(max(local) - max(its)) + 1e-6))
+            share = math.exp(-KAPPA * (abs(max(local) - max(its)) + 1e-6))
             share = min(max(share, 1e-6), 1)
             sure, its_sure = max(local) >= 0.52, max(its) >= 0.52
             row = [0.0] * 3
@@ -424,7 +445,7 @@ def test_sage_mixes_debiased_opinions() -> None:
 
 def test_with_uniform_priors_and_sage_it_is_sage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("semifed.methods.feddb.tracked_prior", uniform_prior)
-    ours, theirs = world(sage=True, kappa=9.0).answer(), world(method="sage", kappa=9.0).answer()
+    ours, theirs = world(sage=True).answer(), world(method="sage").answer()
     for name, tensor in ours.up.weights.items():  # p / (1/3), scaled to sum to 1, may round otherwise than p
         torch.testing.assert_close(tensor, theirs.up.weights[name], rtol=1e-4, atol=1e-6)
     assert ours.record.pseudo is not None

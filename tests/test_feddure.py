@@ -1,6 +1,7 @@
 """FedDure's regulators against networks that are really moved and put back, finite differences and other optimisers."""
 
 import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,15 +13,16 @@ from torch.nn import functional as F
 
 from semifed.assembly import Parts
 from semifed.client_round import Reply, Task, client_round
-from semifed.data.client import Batch, ClientData, batches
+from semifed.data.client import Batch, Budget, ClientData, batches
 from semifed.errors import UserError
+from semifed.fit import Course, Loss, Optimiser
 from semifed.methods.feddure import FedDure, Regulators
 from semifed.net import Net
 from semifed.payloads import Down, Visit
 from semifed.regulators import FineRegulator, adam_step, descended, fine_regulator, image_weights, slopes
 from semifed.targets import Targets
 from semifed.wire import Weights
-from toys import equal_weights, place_of, shaken, toy_parts, toy_recipe
+from toys import equal_weights, place_of, run_toy, shaken, toy_parts, toy_recipe
 
 CLIENT = 1
 LR = 0.05
@@ -206,8 +208,8 @@ def test_what_both_regulators_say_and_become(regulator: str) -> None:
     moved, before = after_a_step(here, image)
     feedback = before - on_labels(copy.deepcopy(moved), here)
     assert abs(feedback) > 1e-3
-    assert loss.terms["image_weight"].item() == pytest.approx(float(image.mean()))
-    assert loss.terms["feedback"].item() == pytest.approx(feedback)
+    assert loss.measured["image_weight"].tolist() == pytest.approx(image.tolist())
+    assert loss.measured["feedback"].item() == pytest.approx(feedback)
     for name, parameter in moved.named_parameters().items():
         torch.testing.assert_close(left.coarse[name].detach(), parameter.detach())
 
@@ -323,7 +325,7 @@ def test_a_client_without_labels_trains_as_fixmatch_or_sage(sage: bool) -> None:
     ours = trained(parts, data)
     plain = parts_of("sage" if sage else "fixmatch-lpl", threshold=0.0)
     assert equal_weights(ours.up.weights, trained(plain, data).up.weights)
-    assert "feedback" not in ours.record.terms
+    assert "feedback" not in ours.record.measured
 
 
 def test_a_client_without_unlabelled_images_or_with_nothing_sure_learns_its_labels() -> None:
@@ -340,14 +342,53 @@ def test_one_label_is_enough(held: int) -> None:
     parts = parts_of("feddure", threshold=0.0)
     data = parts.scenario.client(CLIENT)
     found = trained(parts, data._replace(labelled=data.labelled[:held], labels=data.labels[:held]))
-    assert found.record.terms["image_weight"] > 0
+    assert found.record.measured["image_weight"][0] > 0
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found.up.weights.values())
 
 
 def test_the_trial_steps_have_the_rate_of_the_round() -> None:
     """At a rate of 0 nothing is tried out, so d is 0."""
-    assert trained(parts_of("feddure", threshold=0.0), lr=0.0).record.terms["feedback"] == 0.0
-    assert trained(parts_of("feddure", threshold=0.0)).record.terms["feedback"] != 0.0
+    assert trained(parts_of("feddure", threshold=0.0), lr=0.0).record.measured["feedback"][0] == 0.0
+    assert trained(parts_of("feddure", threshold=0.0)).record.measured["feedback"][0] != 0.0
+
+
+def test_diagnostics_are_means_over_what_is_regulated(tmp_path: Path) -> None:
+    """Of a run in which some clients have no labels, and not all images of the others pass."""
+    outcome = run_toy(parts_of("feddure", "some-clients", threshold=0.42), tmp_path / "run")
+    for line, exchange in zip(outcome.rounds[1:], outcome.exchanges, strict=True):
+        records = [answer.record for answer in exchange.answers if isinstance(answer, Reply)]
+        regulated = [record for record in records if record.measured]
+        for name in ("image_weight", "feedback"):
+            total, number = (sum(record.measured[name][part] for record in regulated) for part in (0, 1))
+            assert (name in line["loss"]) == (number > 0)
+            assert line["loss"].get(name, 0.0) == pytest.approx(total / number if number else 0.0)
+
+
+def test_a_step_that_is_not_regulated_and_an_image_that_does_not_pass_are_not_in_the_means() -> None:
+    parts = parts_of("feddure", threshold=0.65)
+    place, data = place_of(parts), parts.scenario.client(CLIENT)
+    place.net.load(shaken(place.net.state()))
+    local = parts.method.prepare(place.net, Down(place.net.state()), data, None, Visit(0, 1, CLIENT))
+    used: list[int] = []
+
+    def watched(net: Net, batch: Batch, const: Regulators) -> Loss:
+        loss = parts.method.loss(net, batch, const)
+        assert loss.pseudo is not None
+        used.append(int(loss.pseudo.used.sum()))
+        return loss
+
+    course = Course(Budget(None, 12, 4), (0, 1, CLIENT), Optimiser(LR), None)
+    fitted = course.follow(place.net, data, watched, local.const._replace(lr=LR))
+    assert 0 in used
+    assert 0 < sum(used) < 4 * len(used)
+    assert int(fitted.measured["feedback"][1]) == sum(count > 0 for count in used)
+    assert int(fitted.measured["image_weight"][1]) == sum(used)
+    assert not {"feedback", "image_weight"} & fitted.terms.keys()
+
+
+@pytest.mark.parametrize("sage", [True, False])
+def test_the_received_model_is_held_for_sage_alone(sage: bool) -> None:
+    assert (world(sage=sage).const.received is not None) == sage
 
 
 def test_labels_at_the_server_alone_leave_nothing_to_regulate_by() -> None:

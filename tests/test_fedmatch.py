@@ -291,7 +291,7 @@ def alternating(here: World, count: int) -> list[tuple[Decomposed, Weights]]:
             parameter.grad = None
         if loss.value.requires_grad:
             loss.value.backward()
-            torch.optim.SGD(net.named_parameters().values(), lr=LR).step()
+            torch.optim.SGD(net.named_parameters().values(), lr=LR * loss.rate).step()
     whole = {name: tensor.detach().clone() for name, tensor in net.named_parameters().items()}
     return [*seen, (const.parts.settled(net.named_parameters()), whole)]
 
@@ -312,7 +312,7 @@ def test_supervised_steps_leave_psi_and_others_sigma_bit_by_bit() -> None:
 
 def test_psi_is_drawn_to_sigma_at_a_known_pace() -> None:
     """Of the penalties alone, σ − ψ shrinks by 1 − 2 lr rate λ_L2 a step."""
-    options = {**HEAVY, "consistency_weight": 0.0, "agreement_weight": 0.0, "sparsity_weight": 0.0}
+    options = {**HEAVY, "consistency_weight": 1e-9, "agreement_weight": 0.0, "sparsity_weight": 0.0}
     here = world("clients", **{**options, "supervised_weight": 0.0, "threshold": 0.0})
     (start, _), *_, (end, _) = alternating(here, 6)
     for name in start.psi:
@@ -334,6 +334,31 @@ def test_nobody_confident_moves_no_psi() -> None:
     answer = here.answer()
     assert float(answer.up.samples) == 0.0
     assert all(torch.equal(tensor, here.down.weights[name]) for name, tensor in answer.up.weights.items())
+
+
+@pytest.mark.parametrize(("helpers", "agreement"), [(2, 0.0), (0, 0.7)])
+def test_penalties_alone_are_nothing_to_learn_from(helpers: int, agreement: float) -> None:
+    options = {**HEAVY, "consistency_weight": 0.0, "agreement_weight": agreement}
+    here = world("server", helpers, **options)
+    answer = here.answer()
+    assert answer.record.pseudo is not None
+    assert answer.record.pseudo.used.any()
+    assert float(answer.up.samples) == 0.0
+    assert all(torch.equal(tensor, here.down.weights[name]) for name, tensor in answer.up.weights.items())
+    heard = world("server", 2, **{**options, "agreement_weight": 0.7}).answer()
+    assert float(heard.up.samples) > 0
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e6])
+def test_psi_has_its_own_rate_whether_gradients_are_clipped_or_not(clip: float) -> None:
+    def moved(rate: float) -> Weights:
+        here = world("server", local={"clip": clip, "epochs": None, "steps": 1}, **{**HEAVY, "psi_rate": rate})
+        return {name: psi - here.down.psi[name] for name, psi in here.answer().up.member.psi.items()}
+
+    slow, fast = moved(0.1), moved(1.0)
+    for name, change in fast.items():
+        assert float(change.abs().max()) > 0
+        torch.testing.assert_close(10 * slow[name], change, rtol=1e-2, atol=5e-6)
 
 
 def test_without_labels_psi_alone_moves() -> None:

@@ -208,6 +208,49 @@ def test_images_steps_and_pseudo_labels_are_counted() -> None:
         assert torch.equal(given_.position, step.unlabelled.position)
 
 
+def test_a_batch_that_is_seen_twice_counts_once() -> None:
+    data, budget = data_of(6, 20), Budget(1, None, 4, 2)
+    turns = iter([True, False] * 9)
+
+    def loss(net: Net, batch: Batch, _: None) -> Loss:
+        if next(turns):
+            return supervised(net, batch)
+        return Loss(net(batch.unlabelled.weak).logits.square().mean(), {})
+
+    course = Course(budget, (0,), Optimiser(0.1), None)
+    fitted = course.follow(small_net(), data, loss, None, times=2)
+    steps = list(batches(data, budget, (0,)))
+    assert fitted.steps == 2 * len(steps)
+    assert fitted.images == sum(len(part) for step in steps for part in step)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=4, max_size=4), st.sampled_from([0.0, 0.9]))
+def test_a_step_takes_its_share_of_the_learning_rate_after_clipping(rates: list[float], momentum: float) -> None:
+    net = small_net()
+    targets, weights = targets_for(net, 4, 0), numbers(net)
+    plain, coming = quadratic(targets), iter(rates)
+    descent = Descent(lr=0.05, momentum=momentum, nesterov=False, weight_decay=0.01, clip=0.5)
+    for target, rate in zip(targets, rates, strict=True):
+        descent.lr = rate * 0.05
+        descent.step(weights, {name: weights[name] - goal.double().numpy() for name, goal in target.items()})
+    optimiser = Optimiser(0.05, momentum, False, 0.01, 0.5)
+    fit(net, steps_of(4), lambda net, batch: plain(net, batch)._replace(rate=next(coming)), optimiser)
+    close(net, weights)
+
+
+def test_what_is_measured_is_summed_with_its_number() -> None:
+    values = iter([{"weight": torch.tensor([1.0, 2.0])}, {}, {"weight": torch.tensor(6.0), "other": torch.ones(0)}])
+
+    def loss(net: Net, batch: Batch) -> Loss:
+        return supervised(net, batch)._replace(measured=next(values))
+
+    fitted = fit(small_net(), steps_of(3), loss, Optimiser(0.1))
+    assert {name: pair.tolist() for name, pair in fitted.measured.items()} == {"weight": [9.0, 3.0], "other": [0, 0]}
+    assert fitted.terms.keys() == {"total", "supervised"}
+    assert fitted.then(fitted).measured["weight"].tolist() == [18.0, 6.0]
+
+
 def test_no_steps_leave_everything_as_it_was() -> None:
     net = small_net("tracked")
     before = net.state()

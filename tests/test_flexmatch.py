@@ -23,7 +23,7 @@ from semifed.methods.flexmatch import Const, FlexMatch, Selected
 from semifed.net import Net
 from semifed.payloads import Down, Visit
 from semifed.pseudo import Curve, flexible_threshold, learning_effect, selected_after
-from semifed.targets import opinion
+from semifed.targets import KAPPA, opinion
 from toys import Outcome, Quiet, equal_weights, place_of, run_toy, toy_parts, toy_recipe
 
 CLIENT = 1
@@ -93,7 +93,7 @@ def test_what_is_remembered_after_a_batch(data: st.DataObject) -> None:
         [row if yes else [0.5 * value + 0.5 / 3 for value in row] for row, yes in zip(rows, sure, strict=True)]
     ).reshape(len(position), 3)
     before = torch.tensor(selected)
-    found = selected_after(before, torch.tensor(position, dtype=torch.int64), opinion(probabilities, 0.0), 0.8)
+    found = selected_after(before, torch.tensor(position, dtype=torch.int64), opinion(probabilities, 0.8))
     expected = list(selected)
     for index, row, yes in zip(position, rows, sure, strict=True):
         if yes:
@@ -280,16 +280,14 @@ def test_with_beta_one_it_is_fixmatch_with_local_labels(labels: str, curve: str,
 
 @pytest.mark.parametrize("labels", ["server", "some-clients"])
 def test_with_beta_one_and_sage_it_is_sage(labels: str, tmp_path: Path) -> None:
-    options = {"threshold": 0.8, "least_effect": 1.0, "sage": True, "kappa": 9.0}
+    options = {"threshold": 0.8, "least_effect": 1.0, "sage": True}
     ours = run_toy(toy_parts(toy_recipe("flexmatch", labels, {"method": options}, rounds=2)), tmp_path / "flex")
-    theirs = run_toy(
-        toy_parts(toy_recipe("sage", labels, {"method": {"threshold": 0.8, "kappa": 9.0}}, rounds=2)), tmp_path / "sage"
-    )
+    theirs = run_toy(toy_parts(toy_recipe("sage", labels, {"method": {"threshold": 0.8}}, rounds=2)), tmp_path / "sage")
     assert equal_weights(ours.weights, theirs.weights)
 
 
 def test_sage_judges_both_models_by_the_thresholds_of_classes() -> None:
-    here = world(threshold=middle_confidence(world()), sage=True, mapping="concave", kappa=2.0)
+    here = world(threshold=middle_confidence(world()), sage=True, mapping="concave")
     kept = some_memory(here.data)
     const = here.method.prepare(here.net, here.down, here.data, kept, Visit(0, 1, CLIENT)).const
     received = place_of(here.parts).net
@@ -307,7 +305,7 @@ def test_sage_judges_both_models_by_the_thresholds_of_classes() -> None:
         for mine, other in zip(weak, theirs, strict=True):
             (label, confidence), (its_label, its_confidence) = guess(mine), guess(other)
             sure, its_sure = confidence >= needed[label], its_confidence >= needed[its_label]
-            share = min(max(math.exp(-2.0 * min(abs(confidence - its_confidence) + 1e-6, 1)), 1e-6), 1)
+            share = min(max(math.exp(-KAPPA * min(abs(confidence - its_confidence) + 1e-6, 1)), 1e-6), 1)
             row = [0.0] * CLASSES
             row[label] += share if sure else 0.0
             row[its_label] += 1 - share if sure else 1.0

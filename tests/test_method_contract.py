@@ -385,6 +385,20 @@ def test_static_statistics_do_not_move_at_a_client(method: str) -> None:
     assert all(torch.equal(after[name], down.weights[name]) for name in statistics)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [name for name, labels in meaningful() if labels == "server"])
+def test_batch_norm_may_stay_at_the_clients(method: str, tmp_path: Path) -> None:
+    recipe = toy_recipe(method, "server", {"model": {"batchnorm": "local"}, "evaluate": {"folds": 0}}, rounds=2)
+    outcome = run_toy(toy_parts(recipe), tmp_path / "run")
+    answers = [answer for exchange in outcome.exchanges for answer in exchange.answers]
+    assert len(answers) == (0 if method == "server-only" else 6)
+    for answer in answers:
+        assert isinstance(answer, Reply)
+        assert answer.held.private
+        assert not answer.held.private.keys() & answer.up.weights.keys()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in outcome.weights.values())
+
+
 def test_a_refused_update_costs_only_that_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = toy_parts(toy_recipe("fedavg", "clients"))
     spoil(monkeypatch, rounds={1}, client=parts_cohort(parts)[0])

@@ -9,13 +9,13 @@ import torch
 
 from reference import losses as reference
 from semifed.assembly import Parts
-from semifed.client_round import Reply, Task, client_round
+from semifed.client_round import Held, Reply, Task, client_round
 from semifed.data.client import Batch, batches
 from semifed.fit import Loss, fit
 from semifed.losses import cross_entropy, mean
 from semifed.net import Net
 from semifed.payloads import Down, Nothing, Received, Visit
-from toys import equal_weights, place_of, run_toy, toy_parts, toy_recipe
+from toys import equal_weights, place_of, run_toy, site_of, toy_parts, toy_recipe
 
 FIXMATCH = ("fixmatch-lpl", "fixmatch-gpl", "fedfixmatch", "fedprox-fixmatch")
 
@@ -292,3 +292,32 @@ def test_a_rounds_loss_is_the_mean_over_all_steps_of_all_clients(tmp_path: Path)
         expected = sum(record.terms[name] * record.steps for record in records) / steps
         assert value == pytest.approx(expected)
     assert outcome.rounds[-1]["images"] == sum(record.images for record in records)
+
+
+@pytest.mark.parametrize(
+    "method", ["fixmatch-lpl", "fixmatch-gpl", "sage", "flexmatch", "feddb", "fedprox-fixmatch", "proxyfl"]
+)
+def test_without_labels_and_without_a_weight_on_images_there_is_nothing_to_learn_from(method: str) -> None:
+    options = {"unlabelled_weight": 0.0, "threshold": 0.0, **({"contrast_weight": 0.0} if method == "proxyfl" else {})}
+    parts = parts_of(method, "server", **options)
+    place = place_of(parts)
+    place.net.load(down_of(parts).weights)
+    site = site_of(parts)
+    down = parts.method.broadcast(parts.method.setup(place.net.state(), site))
+    reply = client_round(place, Task(1, 1, 0.05, None), down, parts.scenario.client(1))
+    assert reply.record.steps > 0
+    assert float(reply.up.samples) == 0.0
+    for name, tensor in reply.up.weights.items():
+        assert torch.equal(tensor, down.weights[name])
+
+
+@pytest.mark.parametrize("method", ["fedprox", "fedprox-fixmatch"])
+def test_private_batch_norm_is_not_pulled_to_the_servers(method: str) -> None:
+    """At a rate of 0 the client stays where it started from: at no distance from it."""
+    parts = parts_of(method)
+    place, down = place_of(parts), down_of(parts)
+    place = place._replace(net=Net(place.net.network, "local"))
+    private = {name: tensor + 0.5 for name, tensor in place.net.private().items()}
+    assert private
+    task = Task(2, 1, 0.0, Held(Nothing(), {}, private))
+    assert client_round(place, task, down, parts.scenario.client(1)).record.terms["proximity"] == 0.0

@@ -19,6 +19,7 @@ from semifed.client_round import ClientRecord, Task, client_round
 from semifed.data.client import Batch
 from semifed.engines.local import _pack_record, _unpack_record
 from semifed.fit import Loss
+from semifed.losses import entropy
 from semifed.methods.sage import SAGE
 from semifed.net import Net
 from semifed.opinions import (
@@ -27,7 +28,6 @@ from semifed.opinions import (
     compare_opinions,
     label_entropy,
     majority_classes,
-    prediction_entropy,
     rank_of,
 )
 from semifed.payloads import Down, Teacher
@@ -179,7 +179,7 @@ def test_ranks_are_scipys(seed: int, count: int) -> None:
 @given(seeds, st.integers(1, 6))
 def test_entropies_are_scipys(seed: int, count: int) -> None:
     p = drawn(seed, count)
-    assert prediction_entropy(p).numpy() == pytest.approx(scipy.stats.entropy(p.numpy(), axis=1))
+    assert entropy(p).numpy() == pytest.approx(scipy.stats.entropy(p.numpy(), axis=1))
     label = p.argmax(dim=1)
     share = np.bincount(label.numpy()) / count
     assert label_entropy(label, CLASSES) == pytest.approx(scipy.stats.entropy(share), abs=1e-12)
@@ -187,7 +187,7 @@ def test_entropies_are_scipys(seed: int, count: int) -> None:
 
 def test_limits_of_the_entropies() -> None:
     certain = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    assert prediction_entropy(certain).tolist() == pytest.approx([0.0, math.log(2)])
+    assert entropy(certain).tolist() == pytest.approx([0.0, math.log(2)])
     assert label_entropy(torch.tensor([2, 2]), 3) == 0
     assert label_entropy(torch.tensor([], dtype=torch.int64), 3) == 0
 

@@ -105,7 +105,7 @@ def test_gap_and_mixing_stay_within_their_bounds(one: float, other: float) -> No
 @given(seeds, thresholds)
 def test_no_kappa_is_collaboration_alone(seed: int, threshold: float) -> None:
     local, received = (opinion(part, threshold) for part in opinions(seed))
-    without = sage_targets(local, received, 0.0)
+    without = targets(local, received, trust="either", mixing=gap_mixing(confidence_gap(local, received), 0.0))
     assert torch.equal(without.target, targets(local, received, trust="either", mixing=1.0).target)
     eq_1 = torch.where(local.sure, local.label, received.label)
     assert torch.equal(without.label[without.used], eq_1[without.used])
@@ -116,7 +116,7 @@ def test_a_large_kappa_is_the_received_label(seed: int, threshold: float) -> Non
     """ProxyFL's unlabelled loss: the received label wherever either model is sure."""
     local, received = (opinion(part, threshold) for part in opinions(seed))
     assume(bool(((local.confidence - received.confidence).abs() > 1e-5).all()))
-    found = sage_targets(local, received, 1e7)
+    found = targets(local, received, trust="either", mixing=gap_mixing(confidence_gap(local, received), 1e7))
     proxy = targets(local, received, trust="either", mixing=0.0)
     torch.testing.assert_close(found.target, proxy.target, rtol=0, atol=1.1e-6)
     assert torch.equal(proxy.label, received.label)

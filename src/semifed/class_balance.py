@@ -28,6 +28,11 @@ class Demand(NamedTuple):
     threshold: Tensor  # T_c [classes]
     rare: Tensor  # [classes] bool: whether a second guess will do
 
+    @property
+    def attainable(self) -> bool:
+        """Whether any label can meet it."""
+        return bool((self.threshold < NEVER).any() or self.rare.any())
+
     def labels(self, logits: Tensor, own: Tensor) -> Given:
         """Labels from a client's logits [n, classes] and its own labels.
 

@@ -1,5 +1,6 @@
 """A client's part of a round: the one function every engine calls."""
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class ClientRecord(NamedTuple):
     terms: dict[str, float]
     pseudo: PseudoLabels | None  # positions are those of the shared images
     seconds: float
+    measured: Mapping[str, tuple[float, float]] = {}  # sum and number of what is no term of the loss
 
 
 class Reply(NamedTuple):
@@ -97,6 +99,7 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
         fitted.terms,
         _last_labels(fitted.pseudo, local.data) if local.pseudo is None else _last_labels([local.pseudo], data),
         perf_counter() - started,
+        {name: (float(total), float(number)) for name, (total, number) in fitted.measured.items()},
     )
     return Reply(up, Held(left, fitted.momentum if place.keep_optimizer else {}, place.net.private()), record)
 

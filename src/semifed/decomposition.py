@@ -88,7 +88,7 @@ def psi_objective(
     """FedMatch's loss on unlabelled images: of the confident ones the strong view learns the elected label.
 
     `helpers` [h, n, classes] are the probabilities lent models give to these images. Gradients reach the decomposed
-    weights only. Without a confident image there is nothing to learn from.
+    weights only. Penalties alone are nothing to learn from: that takes a confident image, and a weight on what it says.
     """
     if len(unlabelled) == 0:
         return Loss(torch.zeros(()), {})
@@ -108,7 +108,8 @@ def psi_objective(
     }
     value = sum((getattr(weights, name) * term for name, term in terms.items()), start=torch.zeros(()))
     pseudo = PseudoLabels(unlabelled.position, label, local.sure, local)
-    return Loss(value if local.sure.any() else value.detach(), terms, pseudo=pseudo)
+    heard = weights.consistency > 0 or (weights.agreement > 0 and len(helpers) > 0)
+    return Loss(value if heard and local.sure.any() else value.detach(), terms, pseudo=pseudo)
 
 
 class Member(NamedTuple):

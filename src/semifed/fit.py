@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from semifed.data.client import Batch, Budget, ClientData, batches, epoch_length
+from semifed.data.client import Batch, Budget, ClientData, Samples, batches, epoch_length, step_count
 from semifed.net import Net
 from semifed.pseudo import PseudoLabels
 from semifed.rng import Key
@@ -22,6 +22,8 @@ class Loss(NamedTuple):
     sums: Mapping[str, Tensor] = {}  # added up over the steps and given to `report`
     pseudo: PseudoLabels | None = None  # for diagnostics only; never sent
     carry: Any = None  # what the next step reads in place of `const`, where the paper's loss has a memory
+    rate: float = 1.0  # share of the learning rate this step takes; unlike a factor of the value, clipping leaves it
+    measured: Mapping[str, Tensor] = {}  # values of any number that are no terms: reported as the mean of all there are
 
 
 class Optimiser(NamedTuple):
@@ -45,9 +47,14 @@ class Fitted(NamedTuple):
     pseudo: list[PseudoLabels]
     momentum: Weights
     left: Any = None  # what the last step left behind, see `Loss.carry`
+    measured: Mapping[str, Tensor] = {}  # [2] each: sum and number of the values
+
+    def samples(self, data: ClientData) -> Tensor:
+        """How many images stand behind what was learnt from the data: none where there was nothing to learn from."""
+        return torch.tensor(float(data.image_count if self.steps_taken else 0))
 
     def then(self, later: "Fitted") -> "Fitted":
-        """Two stages of a round as one: counts, terms and sums add up, memory is that of the later one."""
+        """Two stages of a round as one: whatever is counted or summed adds up, memory is that of the later one."""
         return Fitted(
             self.steps + later.steps,
             self.steps_taken + later.steps_taken,
@@ -57,6 +64,7 @@ class Fitted(NamedTuple):
             self.pseudo + later.pseudo,
             later.momentum,
             later.left,
+            _added(self.measured, later.measured),
         )
 
 
@@ -91,6 +99,8 @@ def fit(
     step_count = steps_taken = image_count = 0
     terms: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
+    measured: dict[str, Tensor] = {}
+    counted: list[Samples] = []
     pseudo = []
     for each in (net, *beside):
         each.network.train()
@@ -105,12 +115,16 @@ def fit(
                 if optimiser.clip is not None:
                     for learner in learners:
                         torch.nn.utils.clip_grad_norm_(learner, optimiser.clip)
+                sgd.param_groups[0]["lr"] = result.rate * optimiser.lr
                 sgd.step()
                 steps_taken += 1
             step_count += 1
-            image_count += sum(len(part) for part in batch if part.looked_at)
+            seen = [part for part in batch if part.looked_at]
+            image_count += sum(len(part) for part in seen if part not in counted)  # steps in a row may share a batch
+            counted = seen
             _add(terms, {"total": result.value, **result.terms})
             _add(sums, result.sums)
+            _add(measured, {name: _sum_and_number(values) for name, values in result.measured.items()})
             if result.pseudo is not None:
                 pseudo.append(result.pseudo)
     finally:
@@ -128,6 +142,7 @@ def fit(
             for name, parameter in parameters.items()
             if sgd.state[parameter].get("momentum_buffer") is not None
         },
+        measured=measured,
     )
 
 
@@ -136,7 +151,11 @@ def _add(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
         totals[name] = totals[name] + value.detach() if name in totals else value.detach()
 
 
-def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _sum_and_number(values: Tensor) -> Tensor:
+    return torch.stack([values.sum().double(), torch.tensor(values.numel(), dtype=torch.float64)])
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**one, **other, **{name: one[name] + other[name] for name in one if name in other}}
 
 
@@ -151,6 +170,10 @@ class Course(NamedTuple):
     def epoch(self, data: ClientData) -> int:
         """How many steps one pass over the data has."""
         return epoch_length(data, self.budget)
+
+    def steps(self, data: ClientData) -> int:
+        """How many steps the recipe's budget has for a client that holds these data."""
+        return step_count(data, self.budget)
 
     def follow(
         self,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Protocol, get_args, get_origin
 
-import torch
 from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -91,8 +90,7 @@ class Method(Generic[S, D, U, C, K]):
 
     def report(self, net: Net, local: Local[C, K], fitted: Fitted) -> U:
         """Client, once a round: what the server receives; a client that had nothing to learn from weighs nothing."""
-        samples = local.data.image_count if fitted.steps_taken else 0
-        return Up(net.trained(), torch.tensor(float(samples)))  # type: ignore[return-value]
+        return Up(net.trained(), fitted.samples(local.data))  # type: ignore[return-value]
 
     def keep(self, net: Net, local: Local[C, K], const: C) -> K:
         """Client, once a round: what it keeps for its next one; `const` is what the last step left behind."""

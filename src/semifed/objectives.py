@@ -49,7 +49,7 @@ def semi_supervised(
     distance = cross_entropy if chosen.target.ndim == 1 else soft_cross_entropy
     consistency = masked_mean(image_weight * distance(strong.logits, chosen.target), chosen.used)
     value = supervised_term + unlabelled_weight * consistency
-    if len(batch.labelled) == 0 and not chosen.used.any():
+    if len(batch.labelled) == 0 and not (unlabelled_weight and chosen.used.any()):
         value = value.detach()  # nothing to learn from: weight decay and momentum alone must not move the model
     return Loss(
         value,

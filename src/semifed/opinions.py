@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from semifed.losses import entropy
 from semifed.pseudo import PseudoLabels
 from semifed.targets import Opinion, confidence_gap
 
@@ -51,11 +52,6 @@ def rank_of(label: Tensor, probabilities: Tensor) -> Tensor:
     return 1 + (probabilities > own).sum(dim=1)
 
 
-def prediction_entropy(probabilities: Tensor) -> Tensor:
-    """−Σ_c p_c log p_c in nats for each image, [n] (SAGE's supplement, eq. 12)."""
-    return -torch.xlogy(probabilities, probabilities).sum(dim=1)
-
-
 def label_entropy(label: Tensor, classes: int) -> float:
     """Entropy in nats of how often each class is named (SAGE's supplement, eq. 14); 0 where nothing is."""
     share = torch.bincount(label, minlength=classes).double() / max(len(label), 1)
@@ -81,7 +77,7 @@ def _quality(clients: Sequence[Labelled], side: Side) -> Mapping[str, Any]:
         return {}
     sure = torch.cat([said.sure for _, said in asked])
     correct = torch.cat([said.label == one.truth for one, said in asked])
-    entropy = torch.cat([prediction_entropy(said.probabilities) for _, said in asked])
+    entropies = torch.cat([entropy(said.probabilities) for _, said in asked])  # SAGE's supplement, eq. 12
     named = [(said.label[said.sure], said.probabilities.shape[1]) for _, said in asked]
     spread = sum(len(label) * label_entropy(label, classes) for label, classes in named)
     count = int(sure.sum())
@@ -90,7 +86,7 @@ def _quality(clients: Sequence[Labelled], side: Side) -> Mapping[str, Any]:
         "share": _mean(sure),
         "accuracy": _mean(correct[sure]),
         "confidence": _mean(torch.cat([said.confidence for _, said in asked])),
-        "entropy": _mean(entropy),
+        "entropy": _mean(entropies),
         "class_entropy": spread / count if count else None,
     }
 

@@ -95,6 +95,7 @@ class Local(NamedTuple, Generic[C, K]):
     const: C
     kept: K
     pseudo: PseudoLabels | None = None  # labels given before training to the images `prepare` got; for diagnostics only
+    whole: ClientData | None = None  # where `data` is what a gate left: all, by which epochs are counted
 
 
 class Prediction(NamedTuple):

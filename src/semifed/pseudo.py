@@ -147,11 +147,10 @@ def flexible_threshold(effect: Tensor, threshold: float, mapping: Curve) -> Tens
     return threshold * share
 
 
-def selected_after(selected: Tensor, position: Tensor, local: Opinion, threshold: float) -> Tensor:
-    """The last sure labels of all images after a batch: sure is what reaches the full threshold of all classes."""
-    sure = local.confidence >= threshold
+def selected_after(selected: Tensor, position: Tensor, local: Opinion) -> Tensor:
+    """The last sure labels of all images after a batch, from its opinion at the full threshold of all classes."""
     after = selected.clone()
-    after[position[sure]] = local.label[sure]
+    after[position[local.sure]] = local.label[local.sure]
     return after
 
 

@@ -159,7 +159,7 @@ class RoundLoop:
             "server_lr": self.site.lr if self.site.labelled is not None else None,
             "clients": [one.client for one in records],
             "failures": [failure._asdict() for failure in failures],
-            "loss": _mean_terms(records),
+            "loss": {**_mean_terms(records), **_mean_measured(records)},
             "metrics": evaluation.metrics if evaluation else {},
             **self.evaluator.pseudo_labels(records),
             **self.site.notes,
@@ -263,6 +263,15 @@ def _mean_terms(records: Sequence[ClientRecord]) -> dict[str, float]:
         name: sum(one.terms[name] * one.steps for one in own) / sum(one.steps for one in own)
         for name, own in having.items()
     }
+
+
+def _mean_measured(records: Sequence[ClientRecord]) -> dict[str, float]:
+    """What the losses measured beside their terms, averaged over all values the clients have."""
+    found: dict[str, list[float]] = {}
+    for name, (total, number) in (pair for record in records for pair in record.measured.items()):
+        before = found.get(name, [0.0, 0.0])
+        found[name] = [before[0] + total, before[1] + number]
+    return {name: total / number for name, (total, number) in sorted(found.items()) if number}
 
 
 def _reasons(answers: Sequence[Reply | ClientFailure]) -> str:

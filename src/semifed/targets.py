@@ -6,11 +6,14 @@ One function carries FixMatch with local or global labels, SAGE, its ablations a
     used   = one, the other or either of them is sure.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from semifed.models.network import Output
 
 KAPPA = 13.862943611198906  # SAGE's κ*: a gap in confidence of 0.05 halves the local model's say
 LEAST = 1e-6  # SAGE keeps ΔC and λ above it
@@ -57,6 +60,11 @@ def opinion(probabilities: Tensor, threshold: float | Tensor) -> Opinion:
     return Opinion(probabilities, label, confidence, confidence >= limit)
 
 
+def asked(output: Output, threshold: float | Tensor) -> Opinion:
+    """The opinion a network's output holds."""
+    return opinion(output.logits.softmax(dim=1), threshold)
+
+
 def confidence_gap(local: Opinion, received: Opinion) -> Tensor:
     """SAGE's ΔC = |c_local − c_received|, kept within [1e-6, 1], [n] (eq. 2)."""
     return ((local.confidence - received.confidence).abs() + LEAST).clamp(LEAST, 1)
@@ -76,8 +84,17 @@ def targets(local: Opinion, received: Opinion, *, trust: Trust, mixing: float | 
     return Targets(target, used, local, received, share)
 
 
-def sage_targets(local: Opinion, received: Opinion, kappa: float = KAPPA, *, soft: bool = False) -> Targets:
+def sage_targets(local: Opinion, received: Opinion, *, soft: bool = False) -> Targets:
     """SAGE's targets: either model may be sure, and the gap of their confidence decides whose counts (eqs. 1-6)."""
-    return targets(
-        local, received, trust="either", mixing=gap_mixing(confidence_gap(local, received), kappa), soft=soft
-    )
+    share = gap_mixing(confidence_gap(local, received), KAPPA)
+    return targets(local, received, trust="either", mixing=share, soft=soft)
+
+
+def local_or_sage_targets(
+    weak: Output, teacher: Callable[[Tensor], Output] | None, images: Tensor, threshold: float | Tensor
+) -> Targets:
+    """FixMatch's targets by the local model's output; with a teacher, asked on the same images, SAGE's of both."""
+    local = asked(weak, threshold)
+    if teacher is None:
+        return Targets(local.chosen(soft=False), local.sure, local=local)
+    return sage_targets(local, asked(teacher(images), threshold))

@@ -133,9 +133,8 @@ def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Itera
         return
     order = _epochs(len(leading), size, torch_stream(*address, "order"))
     labelled = _endless(len(data.labelled), budget.batch, torch_stream(*address, "labelled"))
-    steps = budget.steps if budget.steps is not None else (budget.epochs or 0) * epoch_length(data, budget)
     nothing = torch.empty(0, dtype=torch.int64)
-    for step in range(steps):
+    for step in range(step_count(data, budget)):
         here = (*address, step)
         chosen = next(order)
         with_label = chosen if not len(data.unlabelled) else next(labelled) if len(data.labelled) else nothing
@@ -148,6 +147,11 @@ def batches(data: ClientData, budget: Budget, address: tuple[Key, ...]) -> Itera
 
 def _samples(data: ClientData, held: Tensor, position: Tensor, labels: Tensor, address: tuple[Key, ...]) -> Samples:
     return Samples(data.images[held[position]], position, labels, data.views, address)
+
+
+def step_count(data: ClientData, budget: Budget) -> int:
+    """How many steps a budget has for a party that holds these data."""
+    return budget.steps if budget.steps is not None else (budget.epochs or 0) * epoch_length(data, budget)
 
 
 def epoch_length(data: ClientData, budget: Budget) -> int:

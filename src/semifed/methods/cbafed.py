@@ -81,9 +81,11 @@ class CBAFed(Method[State, Sent, Reply, Given]):
     def prepare(
         self, net: Net, down: Sent, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Given, Nothing]:
-        given = down.demand.labels(data.weak_outputs(net, visit.stream("gate")).logits, data.labels)
+        asked = data if down.demand.attainable else data._replace(unlabelled=data.unlabelled[:0])
+        given = down.demand.labels(asked.weak_outputs(net, visit.stream("gate")).logits, data.labels)
         pseudo = PseudoLabels(torch.arange(len(given.label)), given.label, given.used)
-        return Local(data._replace(unlabelled=data.unlabelled[given.used]), given, Nothing(), pseudo)
+        chosen = asked._replace(unlabelled=asked.unlabelled[given.used])
+        return Local(chosen, given, Nothing(), pseudo, data)
 
     def loss(self, net: Net, batch: Batch, const: Given) -> Loss:
         own = supervised(net, batch)
@@ -95,12 +97,12 @@ class CBAFed(Method[State, Sent, Reply, Given]):
 
     def train(self, net: Net, local: Local[Given, Nothing], course: Course) -> Fitted:
         persistence = self.local_persistence if len(local.data.labelled) else 0.0
-        connect = residual_connection(net, course.epoch(local.data), self.local_connect_every, persistence)
-        return course.follow(net, local.data, self.loss, local.const, after=connect)
+        whole = local.whole or local.data  # the gate does not decide how long a client trains
+        connect = residual_connection(net, course.epoch(whole), self.local_connect_every, persistence)
+        return course.follow(net, local.data, self.loss, local.const, steps=course.steps(whole), after=connect)
 
     def report(self, net: Net, local: Local[Given, Nothing], fitted: Fitted) -> Reply:
-        samples = local.data.image_count if fitted.steps_taken else 0
-        return Reply(net.trained(), torch.tensor(float(samples)), local.const.counts)
+        return Reply(net.trained(), fitted.samples(local.data), local.const.counts)
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         weights = averaged(server.weights, ups, site, capped_shares([float(up.samples) for up in ups], self.most_trust))

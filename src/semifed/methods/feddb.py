@@ -13,7 +13,7 @@ from torch import Tensor
 
 from semifed.class_priors import debiased, tracked_prior, unbiased_shares
 from semifed.data.client import Batch, ClientData
-from semifed.fit import Fitted, Loss
+from semifed.fit import Course, Fitted, Loss
 from semifed.method import AtLeastOne, Method, NonNegative, Share
 from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised
@@ -21,7 +21,7 @@ from semifed.payloads import Down, Local, Nothing, Visit
 from semifed.pseudo import PseudoLabels
 from semifed.server import ServerSite
 from semifed.server_momentum import Moving, step_to_mean
-from semifed.targets import KAPPA, Targets, opinion, sage_targets
+from semifed.targets import Targets, opinion, sage_targets
 from semifed.wire import Weights
 
 
@@ -58,10 +58,9 @@ class FedDB(Method[Moving, Down, Reply, Const]):
     unlabelled_weight: NonNegative = 1.0
     prior_momentum: Share = 0.5  # of the prior within a round
     aggregation: Literal["official", "exact"] = "official"  # the released solver, or the minimiser it looks for
-    most_weight: AtLeastOne = 5.0  # "exact": no client counts more than this many times, or less than its inverse
+    most_weight: AtLeastOne = 5.0  # "exact" alone: no client counts more than this many times, or less than its inverse
     server_momentum: Share = 0.0  # 0.5 in the authors' code
     sage: bool = False  # SAGE's targets of the local and the received model in each step, both debiased
-    kappa: NonNegative = KAPPA  # kappa* of SAGE
 
     def setup(self, weights: Weights, site: ServerSite) -> Moving:
         return Moving(site.warm_up(weights, self.server_loss), {})
@@ -80,7 +79,11 @@ class FedDB(Method[Moving, Down, Reply, Const]):
             return Local(data, Const(prior, given.label, Received(net.frozen(), prior)), Nothing())
         chosen = data._replace(unlabelled=data.unlabelled[given.sure])
         pseudo = PseudoLabels(torch.arange(len(given.label)), given.label, given.sure, received=given)
-        return Local(chosen, Const(prior, given.label[given.sure], None), Nothing(), pseudo)
+        return Local(chosen, Const(prior, given.label[given.sure], None), Nothing(), pseudo, data)
+
+    def train(self, net: Net, local: Local[Const, Nothing], course: Course) -> Fitted:
+        steps = course.steps(local.whole or local.data)  # the gate does not decide how long a client trains
+        return course.follow(net, local.data, self.loss, local.const, steps=steps)
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
@@ -92,13 +95,12 @@ class FedDB(Method[Moving, Down, Reply, Const]):
             theirs = const.received.net(batch.unlabelled.weak).logits.softmax(dim=1)
             local = opinion(debiased(predicted, const.prior), self.threshold)
             received = opinion(debiased(theirs, const.received.prior), self.threshold)
-            chosen = sage_targets(local, received, self.kappa)
+            chosen = sage_targets(local, received)
         loss = semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)
         return loss._replace(carry=const._replace(prior=tracked_prior(const.prior, predicted, self.prior_momentum)))
 
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
-        samples = local.data.image_count if fitted.steps_taken else 0
-        return Reply(net.trained(), torch.tensor(float(samples)), fitted.left.prior)
+        return Reply(net.trained(), fitted.samples(local.data), fitted.left.prior)
 
     def aggregate(self, server: Moving, ups: Sequence[Reply], site: ServerSite) -> Moving:
         counts, priors = [float(up.samples) for up in ups], [up.prior for up in ups]

@@ -20,7 +20,7 @@ from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
 from semifed.regulators import FineRegulator, adam_step, descended, fine_regulator, image_weights, leaves, slopes
-from semifed.targets import Targets, opinion, sage_targets
+from semifed.targets import Targets, local_or_sage_targets
 from semifed.wire import Weights
 
 
@@ -29,7 +29,7 @@ class Regulators(NamedTuple):
 
     coarse: Weights  # phi, C-reg
     fine: FineRegulator  # w, F-reg
-    received: FrozenNet
+    received: FrozenNet | None  # asked with SAGE
     lr: float = 0.0  # eta, of the local model and of phi; known when training begins
 
 
@@ -46,18 +46,18 @@ class FedDure(Method[Server, Down, Up, Regulators]):
     unlabelled_weight: NonNegative = 1.0  # lambda_u
     regulator: Literal["meta", "none"] = "meta"  # F-reg; none: m = 1
     feedback_weight: NonNegative = 1.0  # of d; 0: without C-reg
-    regulator_lr: NonNegative = 1e-3  # eta_w, of Adam
+    regulator_lr: NonNegative = 1e-3  # eta_w, of Adam; with F-reg, as its width
     hidden: Annotated[int, Field(ge=1)] = 128  # width of F-reg
-    threshold: Share = 0.0  # tau; the paper has none, its regulators stand in for a gate
+    threshold: Share = 0.0  # tau without SAGE; the paper has none, its regulators stand in for a gate
     sage: bool = False  # SAGE's targets in place of the local model's labels
-    sage_threshold: Share = 0.95  # tau then
+    sage_threshold: Share = 0.95  # tau with it
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Regulators, Nothing]:
         coarse = {name: tensor.detach().clone() for name, tensor in net.named_parameters().items()}
         fine = fine_regulator(len(coarse[net.class_rows]), self.hidden, visit.stream("fine regulator"))
-        return Local(data, Regulators(coarse, fine, net.frozen()), Nothing())
+        return Local(data, Regulators(coarse, fine, net.frozen() if self.sage else None), Nothing())
 
     def train(self, net: Net, local: Local[Regulators, Nothing], course: Course) -> Fitted:
         return course.follow(net, local.data, self.loss, local.const._replace(lr=course.optimiser.lr))
@@ -65,17 +65,13 @@ class FedDure(Method[Server, Down, Up, Regulators]):
     def loss(self, net: Net, batch: Batch, const: Regulators) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
         threshold = self.sage_threshold if self.sage else self.threshold
-        local = opinion(weak.logits.softmax(dim=1), threshold)
-        chosen = Targets(local.chosen(soft=False), local.sure, local=local)
-        if self.sage:
-            received = opinion(const.received(batch.unlabelled.weak).logits.softmax(dim=1), threshold)
-            chosen = sage_targets(local, received)
+        chosen = local_or_sage_targets(weak, const.received, batch.unlabelled.weak, threshold)
         if len(batch.labelled) == 0 or not chosen.used.any():  # nothing to regulate by, or nothing to regulate
             return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)
         image, feedback, left = self._regulated(net, batch, chosen, const)
         weight = image + self.feedback_weight * feedback
         loss = semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight, weight)
-        return loss._replace(terms={**loss.terms, "image_weight": mean(image), "feedback": feedback}, carry=left)
+        return loss._replace(measured={"image_weight": image[chosen.used], "feedback": feedback}, carry=left)
 
     def _regulated(
         self, net: Net, batch: Batch, chosen: Targets, const: Regulators

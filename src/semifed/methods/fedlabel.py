@@ -7,7 +7,6 @@ ICCV 2023 (arXiv 2307.08809).
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-import torch
 from pydantic import PositiveInt
 
 from semifed.aggregate import shares, sum_of_changes, weighted_mean
@@ -19,7 +18,7 @@ from semifed.net import FrozenNet, Net
 from semifed.objectives import plus, semi_supervised, supervised
 from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
 from semifed.pseudo import Certainty, ever_used, surer_opinion
-from semifed.targets import Targets, opinion, sage_targets
+from semifed.targets import Targets, asked, sage_targets
 
 
 class Judges(NamedTuple):
@@ -39,7 +38,7 @@ class FedLabel(Method[Server, Down, Up, Judges]):
     agreement_weight: NonNegative = 1.0  # lambda_0
     certainty: Certainty = "variance"  # h
     mode: Literal["two_stage", "online"] = "two_stage"  # online: one loop, the model in training is the local one
-    label_steps: Literal["same"] | PositiveInt = "same"  # tau of eq. (1); as many as the unlabelled stage, or a number
+    label_steps: Literal["same"] | PositiveInt = "same"  # tau of eq. (1) with two stages; as many as the second
     sage: bool = False  # SAGE's targets in place of eqs. (3) and (4)
 
     def prepare(
@@ -71,8 +70,7 @@ class FedLabel(Method[Server, Down, Up, Judges]):
     def loss(self, net: Net, batch: Batch, const: Judges) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
         own = weak if const.local is None else const.local(batch.unlabelled.weak)
-        local = opinion(own.logits.softmax(dim=1), self.threshold)
-        received = opinion(const.received(batch.unlabelled.weak).logits.softmax(dim=1), self.threshold)
+        local, received = asked(own, self.threshold), asked(const.received(batch.unlabelled.weak), self.threshold)
         surer, other, ratio = surer_opinion(local, received, self.certainty)  # eqs. (3) and (7)
         chosen = Targets(surer.label, surer.sure, local, received)  # eq. (4)
         if self.sage:
@@ -84,5 +82,4 @@ class FedLabel(Method[Server, Down, Up, Judges]):
     def report(self, net: Net, local: Local[Judges, Nothing], fitted: Fitted) -> Up:
         data = local.data
         learnt_from = data._replace(unlabelled=data.unlabelled[ever_used(fitted.pseudo)])
-        samples = learnt_from.image_count if fitted.steps_taken else 0  # r_k
-        return Up(net.trained(), torch.tensor(float(samples)))
+        return Up(net.trained(), fitted.samples(learnt_from))  # r_k

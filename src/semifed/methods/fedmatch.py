@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -97,21 +96,21 @@ class FedMatch(Method[State, Sent, Reply, Working]):
     def loss(self, net: Net, batch: Batch, const: Working) -> Loss:
         parts = const.parts.settled(net.named_parameters())
         if parts.turn == "sigma":
-            loss, rate = supervised(net, batch), self.supervised_weight
+            loss = supervised(net, batch)
+            loss = loss._replace(value=self.supervised_weight * loss.value)
         else:
             weights = PsiWeights(
                 self.consistency_weight, self.agreement_weight, self.sparsity_weight, self.attraction_weight
             )
             helpers = const.helpers[:, batch.unlabelled.position]
             loss = decomposition.psi_objective(net, batch.unlabelled, parts.sigma, helpers, self.threshold, weights)
-            rate = self.psi_rate  # in plain SGD the scale of a loss is that of its learning rate
+            loss = loss._replace(rate=self.psi_rate)
         terms = {name: 2 * term for name, term in loss.terms.items()}  # reported as means over both kinds of steps
         left = const._replace(parts=parts.passed(taken=loss.value.requires_grad))
-        return loss._replace(value=rate * loss.value, terms=terms, carry=left)
+        return loss._replace(terms=terms, carry=left)
 
     def report(self, net: Net, local: Local[Working, Nothing], fitted: Fitted) -> Reply:
-        samples = torch.tensor(float(local.data.image_count if fitted.steps_taken else 0))
-        return Reply(net.trained(), samples, fitted.left.told(net))
+        return Reply(net.trained(), fitted.samples(local.data), fitted.left.told(net))
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         share = equal_shares([float(up.samples) for up in ups])

@@ -97,8 +97,8 @@ class FedProSub(Method[State, Sent, Reply, BetaMixture]):
 
     def report(self, net: Net, local: Local[BetaMixture, Nothing], fitted: Fitted) -> Reply:
         data, (logits, features, _) = local.data, local.data.labelled_outputs(net)
-        samples = torch.tensor(float(data.image_count if fitted.steps_taken else 0))
-        return Reply(net.trained(), samples, local.const, class_totals(features, data.labels, logits.shape[1]))
+        totals = class_totals(features, data.labels, logits.shape[1])
+        return Reply(net.trained(), fitted.samples(data), local.const, totals)
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         weights = site.fine_tune(averaged(server.weights, ups, site), self.server_loss)

@@ -28,7 +28,7 @@ class FedProx(Method[Server, Down, Up, Received]):
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Received, Nothing]:
-        return Local(data, Received(down.weights), Nothing())
+        return Local(data, Received(net.state()), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Received) -> Loss:
         drift = proximal(net.named_parameters(), const.weights)  # eq. 2

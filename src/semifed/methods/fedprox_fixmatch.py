@@ -13,14 +13,14 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import FrozenNet, Net
 from semifed.objectives import plus, semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
-from semifed.targets import Targets, opinion, sage_targets
+from semifed.targets import local_or_sage_targets
 from semifed.wire import Weights
 
 
 class Const(NamedTuple):
     """What is fixed for the round at a client."""
 
-    weights: Weights  # as received
+    weights: Weights  # at the start of the round
     teacher: FrozenNet | None  # the received network, where SAGE asks it
 
 
@@ -38,15 +38,10 @@ class FedProxFixMatch(Method[Server, Down, Up, Const]):
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Const, Nothing]:
-        return Local(data, Const(down.weights, net.frozen() if self.sage else None), Nothing())
+        return Local(data, Const(net.state(), net.frozen() if self.sage else None), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        local = opinion(weak.logits.softmax(dim=1), self.threshold)
-        if const.teacher is None:
-            chosen = Targets(local.chosen(soft=False), local.sure, local=local)
-        else:
-            received = const.teacher(batch.unlabelled.weak).logits.softmax(dim=1)
-            chosen = sage_targets(local, opinion(received, self.threshold))
+        chosen = local_or_sage_targets(weak, const.teacher, batch.unlabelled.weak, self.threshold)
         fixmatch = semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)
         return plus(fixmatch, "proximity", self.proximity, proximal(net.named_parameters(), const.weights))

@@ -12,7 +12,7 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up, Visit
-from semifed.targets import Targets, opinion
+from semifed.targets import Targets, asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,6 @@ class FixMatchGPL(Method[Server, Down, Up, Teacher]):
     def loss(self, net: Net, batch: Batch, const: Teacher) -> Loss:
         # The weak views are in the pass for their batch-norm statistics: only the labels' source differs from LPL.
         labelled, _, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        received = opinion(const.net(batch.unlabelled.weak).logits.softmax(dim=1), self.threshold)
+        received = asked(const.net(batch.unlabelled.weak), self.threshold)
         chosen = Targets(received.chosen(self.soft), received.sure, received=received)
         return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)

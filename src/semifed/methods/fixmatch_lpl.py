@@ -12,7 +12,7 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Nothing
-from semifed.targets import Targets, opinion
+from semifed.targets import Targets, asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,6 @@ class FixMatchLPL(Method):
 
     def loss(self, net: Net, batch: Batch, const: Nothing) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        local = opinion(weak.logits.softmax(dim=1), self.threshold)
+        local = asked(weak, self.threshold)
         chosen = Targets(local.chosen(self.soft), local.sure, local=local)
         return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)

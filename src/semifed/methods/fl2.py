@@ -91,8 +91,7 @@ class FL2(Method[Moving, Down, Reply, Kept]):
         return together(own, Loss(consistency + sharpness, {"consistency": consistency, "sharpness": sharpness}))
 
     def report(self, net: Net, local: Local[Kept, Nothing], fitted: Fitted) -> Reply:
-        samples = local.data.image_count if fitted.steps_taken else 0
-        return Reply(net.trained(), torch.tensor(float(samples)), local.const.confidence)
+        return Reply(net.trained(), fitted.samples(local.data), local.const.confidence)
 
     def aggregate(self, server: Moving, ups: Sequence[Reply], site: ServerSite) -> Moving:
         confidence = [float(up.confidence) for up in ups]

@@ -17,7 +17,7 @@ from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Server, Up, Visit
 from semifed.pseudo import Curve, flexible_threshold, learning_effect, selected_after
-from semifed.targets import KAPPA, Targets, opinion, sage_targets
+from semifed.targets import asked, local_or_sage_targets
 
 
 class Selected(NamedTuple):
@@ -46,7 +46,6 @@ class FlexMatch(Method[Server, Down, Up, Const, Selected]):
     least_effect: Share = 0.0  # lower limit of beta; 1 is FixMatch with local labels
     reset: bool = False  # each round starts with an empty memory
     sage: bool = False  # SAGE's targets of the local and the received model, both judged by the thresholds of classes
-    kappa: NonNegative = KAPPA  # kappa* of SAGE
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Selected | None, visit: Visit
@@ -60,15 +59,10 @@ class FlexMatch(Method[Server, Down, Up, Const, Selected]):
         selected = const.selected.label
         effect = learning_effect(selected, weak.logits.shape[1], warm_up=self.warm_up).clamp(min=self.least_effect)
         needed = flexible_threshold(effect, self.threshold, self.mapping)
-        local = opinion(weak.logits.softmax(dim=1), needed)
-        if const.received is None:
-            chosen = Targets(local.chosen(soft=False), local.sure, local=local)
-        else:
-            received = opinion(const.received(batch.unlabelled.weak).logits.softmax(dim=1), needed)
-            chosen = sage_targets(local, received, self.kappa)
+        chosen = local_or_sage_targets(weak, const.received, batch.unlabelled.weak, needed)
         loss = semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)
         # This batch was judged by what was known before it.
-        after = selected_after(selected, batch.unlabelled.position, local, self.threshold)
+        after = selected_after(selected, batch.unlabelled.position, asked(weak, self.threshold))
         return loss._replace(carry=const._replace(selected=Selected(after)))
 
     def keep(self, net: Net, local: Local[Const, Selected], const: Const) -> Selected:

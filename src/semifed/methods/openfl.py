@@ -148,8 +148,7 @@ class OpenFL(Method[State, Sent, Reply, Const]):
                 total = total + alignment(projected, const.pivots, data.labels, sure, self.temperature).sum()
                 count = count + len(data.labels)
         level = alignment_level(total, count, classes, self.temperature, shift=self.statistic != "gated")
-        samples = torch.tensor(float(data.image_count if fitted.steps_taken else 0))
-        return Reply(net.trained(), samples, level, directions)
+        return Reply(net.trained(), fitted.samples(data), level, directions)
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         claimed = [float(up.alignment) for up in ups]

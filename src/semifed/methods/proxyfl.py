@@ -16,7 +16,7 @@ from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised, together
 from semifed.payloads import Local, Nothing, Visit
 from semifed.server import ServerSite
-from semifed.targets import opinion, targets
+from semifed.targets import asked, opinion, targets
 from semifed.wire import Weights
 
 
@@ -61,13 +61,13 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
     means: Literal["one", "separate"] = "one"  # the paper: those of sure and unsure rows, added
     projections: bool = True  # the heads; the paper: none
     tuning: Literal["on", "rescale", "off"] = "on"  # "rescale" takes the length of the tuned proxies alone
-    tuning_steps: proxies.Count = 2000  # Q M C / b
+    tuning_steps: proxies.Count = 2000  # Q M C / b; this and the next four count unless tuning is off
     tuning_lr: NonNegative = 0.005
     tuning_batch: proxies.Count = 0  # b; the authors' 4 ends at the same proxies
     anchor: Literal["local", "global"] = "local"  # of eq. (2); the paper: global
     margin: bool = True  # the paper: none
     prior: Literal["ema", "round"] = "ema"  # the paper: round
-    prior_decay: Share = 0.99
+    prior_decay: Share = 0.99  # of "ema"
 
     def needed_heads(self) -> Mapping[str, str]:
         return self.heads if self.projections and self.contrast_weight else {}
@@ -90,8 +90,7 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         (known, unlabelled), labels = batch, batch.labelled.labels
         views = net.joint(known.weak, unlabelled.weak, unlabelled.strong)
-        local = opinion(views[1].logits.softmax(dim=1), self.threshold)
-        received = opinion(const.net(unlabelled.weak).logits.softmax(dim=1), self.threshold)
+        local, received = asked(views[1], self.threshold), asked(const.net(unlabelled.weak), self.threshold)
         chosen = targets(local, received, trust=self.confidence, mixing=0.0)
         loss = semi_supervised(batch, views[0], views[2], chosen, self.unlabelled_weight)
         if self.contrast_weight and len(unlabelled):
@@ -105,8 +104,7 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
         return loss._replace(carry=const._replace(counts=(*const.counts, counts)[-const.epoch :]))
 
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
-        samples = torch.tensor(float(local.data.image_count if fitted.steps_taken else 0))
-        return Reply(net.trained(), samples, torch.stack(fitted.left.counts).sum(dim=0))
+        return Reply(net.trained(), fitted.samples(local.data), torch.stack(fitted.left.counts).sum(dim=0))
 
     def aggregate(self, server: Known, ups: Sequence[Reply], site: ServerSite) -> Known:
         weights, name = averaged(server.weights, ups, site), site.net.class_rows

@@ -87,8 +87,7 @@ class RSCFed(Method[Phased, Phased, Member, Taught, Average]):
         return together(own, taught)._replace(carry=const._replace(teacher=teacher._replace(behind=True)))
 
     def report(self, net: Net, local: Local[Taught, Average], fitted: Fitted) -> Member:
-        samples = local.data.image_count if fitted.steps_taken else 0
-        return Member(net.trained(), torch.tensor(float(samples)), torch.tensor(len(local.data.labelled) > 0))
+        return Member(net.trained(), fitted.samples(local.data), torch.tensor(len(local.data.labelled) > 0))
 
     def keep(self, net: Net, local: Local[Taught, Average], const: Taught) -> Average:
         taught = self.keep_teacher and const.teacher.behind
@@ -97,8 +96,9 @@ class RSCFed(Method[Phased, Phased, Member, Taught, Average]):
     def aggregate(self, server: Phased, ups: Sequence[Member], site: ServerSite) -> Phased:
         scales = self.distance_scale, self.labelled_distance_scale
         rule = Consensus(self.groups, self.group_share, *scales, self.labelled_weight, self.most_trust)
-        # Of parameters only: batch-norm statistics are of another size.
-        weight = rule.shares(ups, site.net.named_parameters(), site.stream("groups"))
+        # Of parameters only: batch-norm statistics are of another size; and of what clients send of them.
+        names = [name for name in site.net.trained_names() if name in site.net.named_parameters()]
+        weight = rule.shares(ups, names, site.stream("groups"))
         weights = averaged(server.weights, ups, site, weight)
         return self._next(site.fine_tune(weights, self.server_loss), site)
 

@@ -13,7 +13,7 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up, Visit
-from semifed.targets import KAPPA, Trust, confidence_gap, gap_mixing, opinion, targets
+from semifed.targets import KAPPA, Trust, asked, confidence_gap, gap_mixing, targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class SAGE(Method[Server, Down, Up, Teacher]):
 
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0  # lambda_u
-    kappa: NonNegative = KAPPA  # kappa*
+    kappa: NonNegative = KAPPA  # kappa*, of the gap's mixing
     collaborative: bool = True  # CPG, eq. (1): the received model's sure labels count where the local model is unsure
     # CDSC, eqs. (2)-(6): the gap mixes both labels where the local model is sure. A number is Fig. 5's constant lambda,
     # and 1 leaves the local label alone: without CDSC.
@@ -38,8 +38,7 @@ class SAGE(Method[Server, Down, Up, Teacher]):
 
     def loss(self, net: Net, batch: Batch, const: Teacher) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
-        local = opinion(weak.logits.softmax(dim=1), self.threshold)
-        received = opinion(const.net(batch.unlabelled.weak).logits.softmax(dim=1), self.threshold)
+        local, received = asked(weak, self.threshold), asked(const.net(batch.unlabelled.weak), self.threshold)
         share = gap_mixing(confidence_gap(local, received), self.kappa) if self.mixing == "gap" else self.mixing
         trust: Trust = "either" if self.collaborative else "local"
         chosen = targets(local, received, trust=trust, mixing=share, soft=self.soft)
