@@ -1,6 +1,7 @@
 """What unlabelled images are trained towards, from two opinions: of the model in training and of the received one.
 
-One function carries FixMatch with local or global labels, SAGE, its ablations and ProxyFL's unlabelled loss:
+One function carries SAGE, its ablations and ProxyFL's unlabelled loss; FixMatch with local or with global labels is
+its limit where one opinion counts:
 
     target = λ δ_local + (1 − λ) δ_received where the local model is sure, else δ_received;
     used   = one, the other or either of them is sure.
