@@ -39,7 +39,16 @@ from toys import (
     toy_recipe,
 )
 
-every_case = pytest.mark.parametrize(("method", "labels"), meaningful(), ids=lambda word: word)
+FIRST = dict(reversed(meaningful()))  # where the labels of a method usually are
+every_case = pytest.mark.parametrize(
+    ("method", "labels"),
+    [
+        # The fast suite sees every method where its labels usually are, the whole suite wherever they may be.
+        pytest.param(method, labels, marks=() if labels == FIRST[method] else pytest.mark.slow)
+        for method, labels in meaningful()
+    ],
+    ids=lambda word: word,
+)
 every_method = pytest.mark.parametrize("method", method_names())
 
 
@@ -58,10 +67,6 @@ class Straight:
         return run_toy(toy_parts(toy_recipe(method, labels)), self._directory / f"{method}-{labels}")
 
 
-def first_placement(method: str) -> str:
-    return next(labels for name, labels in meaningful() if name == method)
-
-
 @every_case
 def test_training_moves_the_weights(method: str, labels: str, straight: Straight) -> None:
     start = build_workplace(toy_recipe(method, labels), (1, 8, 8), 3).net.state()
@@ -70,7 +75,7 @@ def test_training_moves_the_weights(method: str, labels: str, straight: Straight
 
 @every_method
 def test_two_workers_give_the_bits_of_one(method: str, straight: Straight, tmp_path: Path) -> None:
-    labels = first_placement(method)
+    labels = FIRST[method]
     parts = toy_parts(toy_recipe(method, labels, {"engine": {"workers": 2}}))
     pooled = run_toy(parts, tmp_path / "run")
     alone = straight.of(method, labels)
@@ -317,7 +322,7 @@ def test_batch_norm_statistics_travel_only_when_tracked(method: str, labels: str
 @every_method
 def test_a_refused_scenario_names_the_nearest_that_works(method: str) -> None:
     refused = method_class(method).no_meaning
-    usable = first_placement(method)
+    usable = FIRST[method]
     for key, values in (("labels", PLACEMENTS), ("classes", ("known", "open", "novel"))):
         for value in values:
             changes = {"scenario": {"labels": usable, key: value}}
