@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--metric", action="append", help="the first one counts for gains; default " + ", ".join(METRICS)
     )
+    parser.add_argument(
+        "--last-ten", action="store_true", help="gains by the mean of the last ten tests, where the rate is constant"
+    )
     asked = parser.parse_args(arguments)
     vary: list[str] = asked.vary or ["dataset"]
     found = {path.resolve(): path.parent for root in asked.runs for path in sorted(root.rglob("summary.json"))}
@@ -75,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs.sort(key=lambda run: (orderable(run.scenario), asked.ceiling in (run.method, run.label), run.label, run.seed))
     wanted = asked.metric or METRICS
     metrics = [name for name in wanted if any(run.value(name) is not None for run in runs)]
-    table = Table(runs, vary, metrics, asked.floor, asked.ceiling)
+    counted = "metrics_last10" if asked.last_ten else "metrics"
+    table = Table(runs, vary, metrics, asked.floor, asked.ceiling, counted)
     table.write_runs(asked.stem.with_suffix(".csv"))
     table.write_curves(asked.stem.with_suffix(".curves.csv"))
     table.print()
@@ -170,6 +174,7 @@ class Table:
     metrics: list[str]
     floor: str
     ceiling: str | None
+    counted: str = "metrics"  # what of a run gains and gaps are computed from
 
     @property
     def main(self) -> str:
@@ -196,7 +201,7 @@ class Table:
         return max(variants, key=lambda found: (len(found), statistics.fmean(found.values() or [0.0])), default={})
 
     def _by_seed(self, runs: Iterable[Run]) -> dict[int, float]:
-        return {run.seed: value for run in runs if (value := run.value(self.main)) is not None}
+        return {run.seed: value for run in runs if (value := run.value(self.main, self.counted)) is not None}
 
     def write_runs(self, path: Path) -> None:
         """Every run with all it measured."""

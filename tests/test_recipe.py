@@ -16,7 +16,7 @@ from semifed.complaint import shown, shown_key
 from semifed.errors import UserError, nearest
 from semifed.override import parsed_value, split_values
 from semifed.recipe import check_recipe
-from semifed.recipe_file import load_recipe, recipe_names
+from semifed.recipe_file import left_behind, load_recipe, recipe_names
 from semifed.schedule import schedule_factor
 
 
@@ -195,6 +195,19 @@ def test_the_order_of_overrides_does_not_matter() -> None:
 def test_naming_the_recipes_own_method_keeps_its_fields() -> None:
     assert load_recipe("sage/fashion-mini", ["method=sage"]).method["threshold"] == 0.8
     assert "threshold" not in load_recipe("sage/fashion-mini", ["method=fixmatch-lpl"]).method
+
+
+def test_an_option_of_the_recipes_method_that_another_one_has_too_is_told() -> None:
+    other = load_recipe("sage/fashion-mini", ["method=fixmatch-lpl"])
+    assert left_behind("sage/fashion-mini", other) == [
+        "method.threshold: 0.8 in the recipe is for sage; fixmatch-lpl runs with 0.95 "
+        "(method.threshold=0.8 compares like with like)"
+    ]
+    same = load_recipe("sage/fashion-mini", ["method=fixmatch-lpl", "method.threshold=0.8"])
+    assert left_behind("sage/fashion-mini", same) == []
+    assert left_behind("sage/fashion-mini", other, ["method.threshold=0.95"]) == [], "it was given on purpose"
+    assert left_behind("sage/fashion-mini", load_recipe("sage/fashion-mini", ["method=fedavg"])) == []
+    assert left_behind("sage/fashion-mini", load_recipe("sage/fashion-mini")) == []
 
 
 def file(path: Path, **tables: Any) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -58,11 +58,13 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what went wrong.")] = False,
 ) -> None:
     """Run a recipe: train, test, and write a run directory."""
-    from semifed.recipe_file import load_recipe
+    from semifed.recipe_file import left_behind, load_recipe
 
     options = {"engine.name": engine, "engine.workers": workers, "seed": seed}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     loaded = load_recipe(recipe, [*(overrides or ()), *given])
+    if not quiet:
+        _say_once(left_behind(recipe, loaded, overrides or ()))
     out = out or _default_out(recipe, loaded)
     result = _execute(loaded, out, resume=resume, quiet=quiet)
     if not quiet:
@@ -88,8 +90,10 @@ def sweep(
 
     out = out or Path("runs") / _stem(recipe)
     runs = grid(recipe, axes or (), seeds, floor=floor, ceiling=ceiling, reach=reach, against=against)
+    from semifed.recipe_file import left_behind
     from semifed.report import compare_runs, write_report
 
+    _say_once(line for _, loaded in runs for line in left_behind(recipe, loaded, axes or ()))
     waiting = _unfinished(runs, out)
     for number, (name, loaded) in enumerate(runs, 1):
         done = name not in waiting
@@ -283,6 +287,11 @@ def _unfinished(runs: "Sequence[tuple[str, Recipe]]", out: Path) -> dict[str, bo
             assemble(prepare_run(recipe))
             checked.append(alike)
     return waiting
+
+
+def _say_once(lines: Iterable[str]) -> None:
+    for line in dict.fromkeys(lines):
+        _say(f"note: {line}")
 
 
 def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[str, Any]:

@@ -44,6 +44,24 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, for_training: bool 
         raise UserError(f"recipe {shown_key(name)} is nested too deeply") from None
 
 
+def left_behind(name: str, chosen: Recipe, overrides: Sequence[str] = ()) -> list[str]:
+    """Options of the recipe's own method that the chosen one has too, but at a value nobody gave: easily overlooked.
+
+    A recipe's threshold may suit its budget; another method would be compared with it at its paper's.
+    """
+    own = recipe_tables(name).get("method")
+    other = chosen.plain()["method"]
+    if not isinstance(own, dict) or own.get("name") == other["name"]:
+        return []
+    given = {override.partition("=")[0].strip() for override in overrides}
+    return [
+        f"method.{key}: {shown(value)} in the recipe is for {own.get('name')}; {other['name']} runs with "
+        f"{shown(other[key])} (method.{key}={value} compares like with like)"
+        for key, value in own.items()
+        if key != "name" and key in other and other[key] != value and f"method.{key}" not in given
+    ]
+
+
 def recipe_text(name: str) -> str:
     """The TOML text of a built-in recipe."""
     return (files("semifed") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
