@@ -26,6 +26,7 @@ from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.fit import Fitted
 from semifed.methods.fedfixmatch import FedFixMatch, Labels
+from semifed.models.backbones import Normalisation
 from semifed.net import Net
 from semifed.payloads import Down, Local, Nothing, Up, Visit
 from semifed.progress import Silent
@@ -103,8 +104,10 @@ LIES = {
 }
 
 
-def faulty_workplace(faults: dict[str, Any], recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:
-    place = build_workplace(recipe, shape, classes)
+def faulty_workplace(
+    faults: dict[str, Any], recipe: Recipe, shape: Sequence[int], classes: int, normalised: Normalisation
+) -> Workplace:
+    place = build_workplace(recipe, shape, classes, normalised)
     return place._replace(method=Faulty(threshold=0.1, **faults))
 
 

@@ -25,15 +25,23 @@ def recipe_tables(name: str) -> dict[str, Any]:
     regime = next(regime for regime in ("open", "known", "novel") if regime not in kind.no_meaning)
     # Three rounds make no model sure of anything: the gates must open all the same.
     asked = {field.name for field in fields(kind)}
-    gates = {"threshold": 0.3, "known_threshold": 0.3, "entropy_threshold": 1.65, "helper_interval": 2}
+    gates = {
+        "threshold": 0.3,
+        "known_threshold": 0.3,
+        "entropy_threshold": 1.65,
+        "helper_interval": 2,
+        "warmup_rounds": 1,
+    }
     options = {key: value for key, value in gates.items() if key in asked}
     scenario = {"labels": labels, "classes": regime, "clients": 4, "partition": "dirichlet", "alpha": 0.5}
+    novel = {"validation_fraction": 0.2} if regime == "novel" else {}
+    heads = {"projection": "mlp3(16, 8, gelu)"} if regime == "novel" else {}
     return {
         "dataset": "digits",
         "rounds": 3,
         "clients_per_round": 3,
-        "scenario": {**scenario, "known_count": 6, "subset": 240, **LABELS[labels]},
-        "model": {"name": "cnn", "width": [8, 8, 16]},
+        "scenario": {**scenario, "known_count": 6, "subset": 240, **novel, **LABELS[labels]},
+        "model": {"name": "cnn", "width": [8, 8, 16], "heads": heads},
         "views": {"weak": "crop(1)", "strong": "crop(1) randaugment(2,10) cutout(3)"},
         "method": {"name": name, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.02, "weight_decay": 5e-4, "clip": 1.0},

@@ -12,10 +12,11 @@ from scipy import stats
 from torch import Tensor, nn
 
 from semifed.errors import UserError
-from semifed.models import MODELS, BatchNorm, HeadSpec, Network, build_network, network, set_batchnorm
+from semifed.models import BatchNorm, HeadSpec, Network, build_network, network, set_batchnorm
 
 Array = NDArray[np.float64]
 SSB = {"ova": "mlp3(1024)"}
+DRAWN = ["cnn", "resnet8", "wrn-28-2"]  # of convolutions and batch norms, all of it trained from scratch
 
 
 def build(name: str, seed: int = 0, **options: Any) -> Network:
@@ -253,7 +254,7 @@ def test_a_head_spec_may_stand_for_its_words() -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("size", [(8, 8), (28, 28), (32, 32), (5, 31), (3, 3), (1, 1)])
 def test_every_image_size_gives_features(name: str, size: tuple[int, int]) -> None:
     net = build(name, channels=1, size=size, width=[4, 4, 8] if name == "cnn" else 0.5)
@@ -269,7 +270,7 @@ def test_digits_shrink_to_one_pixel_by_three_pools() -> None:
     assert build("cnn", channels=1, size=(2, 5)).backbone.pools == [(2, 2), (1, 2), (1, 1)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("mode", ["tracked", "static"])
 def test_gradients_reach_every_parameter(name: str, mode: str) -> None:
     width = [4, 6, 8] if name == "cnn" else 0.5
@@ -293,6 +294,45 @@ def test_a_head_outside_the_loss_gets_no_gradient_at_all() -> None:
     net(torch.randn(4, 3, 32, 32)).logits.sum().backward()
     # None, not zero: with a zero gradient, weight decay would still shrink the head.
     assert [p.grad for p in net.heads["projection"].parameters()] == [None] * 4
+
+
+# ---------------------------------------------------------------------------------------- adapter
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (8, 8)), (3, (5, 4))])
+def test_an_untrained_adapter_shows_the_pixels(channels: int, size: tuple[int, int]) -> None:
+    net = build("adapter", channels=channels, size=size)
+    x = torch.randn(4, channels, *size, generator=torch.Generator().manual_seed(0))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        features = net(x.contiguous(memory_format=memory_format)).features
+        assert torch.equal(features, x.reshape(4, -1))
+    assert net.backbone.features == channels * size[0] * size[1]
+
+
+def test_an_adapter_adds_a_perceptron_of_the_pixels() -> None:
+    net = build("adapter", channels=1, size=(3, 2), width=(7,))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in net.parameters():
+        parameter.data.normal_(generator=generator)
+    x = torch.randn(5, 1, 3, 2, generator=generator)
+    pixels = x.reshape(5, 6).double().numpy()
+    moved = Reference(net).dense(pixels, "backbone.layers.0", "backbone.layers.2")
+    np.testing.assert_allclose(net(x).features.detach().numpy(), pixels + moved, rtol=1e-4, atol=1e-5)
+    assert parameter_count(net.backbone) == 6 * 7 + 7 + 7 * 6 + 6
+
+
+def test_an_adapter_learns_from_its_second_step_on_with_all_its_weights() -> None:
+    net = build("adapter", channels=1, size=(8, 8))
+    x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    moving = []
+    for _ in range(2):
+        sgd.zero_grad()
+        net(x).logits.square().sum().backward()
+        moving.append({name for name, p in net.named_parameters() if p.grad is not None and p.grad.abs().max() > 0})
+        sgd.step()
+    everything = {name for name, _ in net.named_parameters()}
+    assert moving == [everything - {"backbone.layers.0.weight", "backbone.layers.0.bias"}, everything]
 
 
 # --------------------------------------------------------------------------------- initialisation
@@ -360,7 +400,7 @@ def test_cnn_convs_are_drawn_as_pytorch_does() -> None:
     assert stats.ks_2samp(convs[-1].flatten().numpy(), default).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DRAWN)
 def test_weights_come_from_the_generator_alone(name: str) -> None:
     further = {"ova": "mlp2(16)", "projection": 8}
     before = torch.get_rng_state()
@@ -385,7 +425,7 @@ def test_further_heads_leave_backbone_and_classifier_as_they_are() -> None:
     assert all(torch.equal(forward[key], backward[key]) for key in forward)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DRAWN)
 def test_state_holds_float32_tensors_only(name: str) -> None:
     state = build(name, further={"ova": "linear"}).state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
@@ -420,6 +460,9 @@ def test_state_holds_float32_tensors_only(name: str) -> None:
         ({"name": "resnet8", "width": 0}, ["model.width", "not 0"]),
         ({"name": "wrn-28-2", "width": 0.3}, ["model.width", "16 x width", "0.3"]),
         ({"name": "wrn-28-2", "width": "wide"}, ["model.width", "'wide'"]),
+        ({"name": "adapter", "width": 256}, ["model.width", "[256]", "not 256"]),
+        ({"name": "adapter", "width": [256, 64]}, ["model.width", "[256]"]),
+        ({"name": "adaptor"}, ["model.name", "did you mean 'adapter'?"]),
     ],
 )
 def test_mistakes_name_the_key_and_what_would_be_right(options: dict[str, Any], words: list[str]) -> None:

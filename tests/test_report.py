@@ -244,7 +244,7 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
     assert re.search(r"https?://|//[a-z]+\.|@import|url\((?!#)", html) is None
     assert all(value.startswith("#") for name, value in page.attributes if name.endswith(("href", "src")))
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+    assert ("content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
 
 
 def test_figures_share_no_ids_and_follow_the_page_colours(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def settings_of(**changes: Any) -> Any:
         "known": None,
         "known_count": None,
         "subset": None,
+        "validation_fraction": 0.0,
     }
     return SimpleNamespace(**{**values, **changes})
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from semifed.assembly import Parts, build_workplace
+from semifed.assembly import Parts, build_workplace, opened
 from semifed.client_round import Reply, Workplace
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import build_scenario
@@ -64,12 +64,16 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     asked = {field.name for field in fields(kind)}
     options = {key: value for key, value in {"threshold": 0.4, "entropy_threshold": 1.08}.items() if key in asked}
     regime = next(name for name in ("open", "known", "novel") if name not in kind.no_meaning)
+    # DINO's head has four million weights.
+    small = {"projection": "mlp3(8, 4, gelu)"} if "2048" in kind.heads.get("projection", "") else {}
+    if "warmup_rounds" in asked:
+        options["warmup_rounds"] = 2
     tables: dict[str, Any] = {
         "dataset": "toy",
         "rounds": 4,
         "clients_per_round": 3,
         "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **LABELS[labels]},
-        "model": {"name": "cnn", "width": [4, 4, 8]},
+        "model": {"name": "cnn", "width": [4, 4, 8], "heads": small},
         "views": {"weak": "flip crop(1)", "strong": "flip crop(1) cutout(3)"},
         "method": {"name": method, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.05, "weight_decay": 1e-3, "clip": 2.0, "schedule": "cosine(0.1)"},
@@ -88,7 +92,7 @@ def toy_parts(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
     dataset = dataset or toy_dataset()
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
     method = recipe.build_method()
-    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, all_labels=method.opens_labels)
+    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method))
     return Parts(recipe, method, scenario)
 
 

@@ -12,6 +12,7 @@ from semifed.errors import UserError, nearest
 from semifed.evaluate import Evaluator
 from semifed.fit import Optimiser
 from semifed.methods import AnyMethod, method_class, method_names
+from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.recipe import Recipe
@@ -34,12 +35,23 @@ def prepare_run(recipe: Recipe) -> Parts:
     if not len(dataset.x_train):
         raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
-    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, all_labels=method.opens_labels)
+    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method))
     return Parts(recipe, method, scenario)
 
 
-def build_net(recipe: Recipe, method: AnyMethod, shape: Sequence[int], classes: int) -> Net:
-    """The network of a recipe with its initial weights."""
+def opened(method: AnyMethod) -> dict[str, bool]:
+    """What a bound may see that methods may not, as options of `build_scenario`."""
+    return {"all_labels": method.opens_labels, "open_classes": method.opens_classes()}
+
+
+def build_net(
+    recipe: Recipe,
+    method: AnyMethod,
+    shape: Sequence[int],
+    classes: int,
+    normalised: Normalisation | None = None,
+) -> Net:
+    """The network of a recipe with its initial weights; a pretrained one must know how images are normalised."""
     channels, height, width = shape
     network = build_network(
         recipe.model.name,
@@ -49,6 +61,10 @@ def build_net(recipe: Recipe, method: AnyMethod, shape: Sequence[int], classes: 
         width=recipe.model.width,
         head=recipe.model.head,
         further=further_heads(recipe, method),
+        weights=recipe.model.weights,
+        input_size=recipe.model.input_size,
+        trainable=recipe.model.trainable,
+        normalised=normalised,
         generator=torch_stream(recipe.seed, "initial weights"),
     )
     return Net(network, recipe.batchnorm)
@@ -63,13 +79,15 @@ def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
     return {name: recipe.model.heads.get(name, size) for name, size in method.needed_heads().items()}
 
 
-def build_workplace(recipe: Recipe, shape: Sequence[int], classes: int) -> Workplace:
+def build_workplace(
+    recipe: Recipe, shape: Sequence[int], classes: int, normalised: Normalisation | None = None
+) -> Workplace:
     """What each process needs to act as a client."""
     method = recipe.build_method()
     local = recipe.local
     return Workplace(
         method,
-        build_net(recipe, method, shape, classes),
+        build_net(recipe, method, shape, classes, normalised),
         Budget(None if local.steps else local.epochs or 1, local.steps, local.batch, local.unlabelled_ratio),
         optimiser(recipe),
         local.keep_optimizer,
@@ -81,8 +99,17 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
     recipe, scenario = parts.recipe, parts.scenario
     images = scenario.dataset.x_train
-    evaluator = Evaluator(scenario, recipe.evaluate.unseen, recipe.seed, recipe.data)
-    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known))
+    tests = recipe.evaluate
+    evaluator = Evaluator(
+        scenario,
+        tests.unseen,
+        recipe.seed,
+        recipe.data,
+        discover=tests.discover,
+        discover_images=tests.discover_images,
+    )
+    normalised = Normalisation(scenario.views.mean, scenario.views.std)
+    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known), normalised)
     for view in (scenario.views.weak, scenario.views.strong):
         view(images[:2], torch_stream(0))
     return net, evaluator

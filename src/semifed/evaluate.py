@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semifed.client_round import ClientRecord
+from semifed.data.client import outputs_of
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.data.unseen import images_like
+from semifed.discovery.gallery import Gallery
+from semifed.method import Method
 from semifed.methods import AnyMethod
 from semifed.metrics import accuracy, aupr, auroc, fpr_at_tpr, oscr, overall_auroc, per_class_accuracy
+from semifed.models.network import Output
 from semifed.net import Net
 from semifed.opinions import Labelled, compare_opinions, majority_classes
 from semifed.payloads import Prediction
@@ -23,6 +27,8 @@ BATCH = 128  # keeps what small networks compute in the cache; 1024 took twice a
 SCORE_BINS = 40
 SHOWN_PER_CLASS = 60
 SHOWN_UNKNOWN = 240
+SHOWN_PER_GROUP = 16
+SHOWN_ON_MAP = 1_000
 DIGITS = 3
 
 
@@ -33,6 +39,7 @@ class Evaluation(NamedTuple):
     per_class: list[dict[str, Any]]
     known: Prediction
     unknown: Mapping[str, Prediction]  # "seen" for unknown classes of the same data, else by the name of the set
+    discovery: dict[str, Any] | None = None  # groups among images of known and novel classes, where a method finds any
 
     @property
     def scores(self) -> dict[str, Any] | None:
@@ -56,9 +63,26 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Tests a model on known images, on the unknown classes of the same data, and on foreign images."""
 
-    def __init__(self, scenario: Scenario, unseen: Sequence[str], seed: int, data: str | None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        unseen: Sequence[str],
+        seed: int,
+        data: str | None,
+        *,
+        discover: str = "test",
+        discover_images: int = 5_000,
+    ) -> None:
         dataset = scenario.dataset
         self._scenario = scenario
+        self._seed = seed
+        if discover == "test":
+            images, raw = dataset.x_test, dataset.y_test
+        else:
+            held = torch.from_numpy(np.concatenate([own.unlabelled for own in scenario.holdings]))
+            images, raw = dataset.x_train[held], dataset.y_train[held]
+        chosen = _spread(torch.arange(len(images)), discover_images)
+        self.grouped, self._grouped_classes = images[chosen], scenario.every_class(raw[chosen])
         known = scenario.test_labels != UNKNOWN
         self._known = dataset.x_test[known]
         self._truth = scenario.test_labels[known]
@@ -79,7 +103,11 @@ class Evaluator:
             metrics |= _open_set_metrics(known, label == self._truth, unknown)
         elif "seen" in unknown:
             metrics["auroc_seen"] = auroc(known.unknown, unknown["seen"].unknown)
-        return Evaluation(metrics, self._per_class(label), known, unknown)
+        groups = None
+        if foreign and type(method).clusters is not Method.clusters:
+            groups = self._discovered(method, net)
+            metrics |= groups.pop("metrics")
+        return Evaluation(metrics, self._per_class(label), known, unknown, groups)
 
     def pseudo_labels(self, records: Sequence[ClientRecord]) -> dict[str, Any]:
         """How many unlabelled images were seen and used this round, and how good that choice and those labels are.
@@ -147,6 +175,44 @@ class Evaluator:
             "pivots_are": "pivots of the method" if own else "class means of the images shown",
             "explained": [round(share, DIGITS) for share in explained],
         }
+
+    @torch.no_grad()
+    def _discovered(self, method: AnyMethod, net: Net) -> dict[str, Any]:
+        """What the method finds among images of known and novel classes, and what it is worth."""
+        from semifed.discovery.evaluation import confidence_histograms, described_groups, discovered
+
+        held = self._scenario.validation
+        nobody = self.grouped[:0] if held is None else held.images[held.labelled]
+        gallery = Gallery(
+            self._outputs(net, self.grouped),
+            self._outputs(net, nobody),
+            torch.empty(0, dtype=torch.int64) if held is None else held.labels,
+            self._seed + 1,
+        )
+        member = method.clusters(gallery)
+        names = self._scenario.every_name()
+        return {
+            "metrics": discovered(member, gallery, self._grouped_classes).metrics,
+            "classes": names,
+            "known": len(self._scenario.known),
+            "groups": described_groups(member, self._grouped_classes, names, gallery.images.features, SHOWN_PER_GROUP),
+            "confidence": confidence_histograms(gallery, self._grouped_classes, SCORE_BINS),
+            "map": self._group_map(member, gallery.images.features),
+        }
+
+    def _group_map(self, member: Tensor, features: Tensor) -> dict[str, Any]:
+        shown = _spread(torch.arange(len(member)), SHOWN_ON_MAP)
+        vectors = F.normalize(features[shown], dim=1)
+        axes, middle, explained = principal_axes(vectors)
+        return {
+            "points": _rounded((vectors.double() - middle) @ axes),
+            "group": _rank_by_size(member)[shown].tolist(),  # as the groups are listed
+            "class": self._grouped_classes[shown].tolist(),
+            "explained": [round(share, DIGITS) for share in explained],
+        }
+
+    def _outputs(self, net: Net, images: Tensor) -> Output:
+        return outputs_of(net, images, torch.arange(len(images)), self._scenario.views.plain, BATCH)
 
     def _per_class(self, label: Tensor) -> list[dict[str, Any]]:
         names = self._scenario.class_names()
@@ -258,6 +324,14 @@ def _spread(positions: Tensor, most: int) -> Tensor:
     """At most so many of them, evenly from first to last: test images often lie sorted by class."""
     count = min(len(positions), most)
     return positions[torch.arange(count) * len(positions) // max(count, 1)]
+
+
+def _rank_by_size(member: Tensor) -> Tensor:
+    """Groups numbered from the largest, in the order of `described_groups`; -1 stays."""
+    names, sizes = member[member >= 0].unique(return_counts=True)
+    rank = torch.full((int(member.max()) + 2,), -1)
+    rank[names[sizes.argsort(descending=True, stable=True)]] = torch.arange(len(names))
+    return rank[member]
 
 
 def _rounded(points: Tensor) -> list[list[float]]:

@@ -142,6 +142,25 @@ def supervised_contrastive(projected: Tensor, labels: Tensor, temperature: float
     return -log_p.sum(dim=1) / same.sum(dim=1).clamp(min=1)
 
 
+def prior_divergence(mean: Tensor, prior: Tensor, kind: str) -> Tensor:
+    """How far a batch's mean prediction is from a prior, both [classes]: KL(mean‖prior), KL(prior‖mean) or JSD.
+
+    With a uniform prior "kl" is log K − H(mean), SimGCD's mean-entropy term. JSD is at most log 2.
+    """
+
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (torch.xlogy(one, one) - torch.xlogy(one, other)).sum()
+
+    match kind:
+        case "kl":
+            return kl(mean, prior)
+        case "kl_fwd":
+            return kl(prior, mean)
+        case _:
+            middle = (mean + prior) / 2
+            return (kl(mean, middle) + kl(prior, middle)) / 2
+
+
 def cosine_distance(vectors: Tensor, target: Tensor) -> Tensor:
     """1 − cos of each vector with its target, [n] (DoubleMatch's loss on features, of both views of an image)."""
     return 1 - F.cosine_similarity(vectors, target, dim=1)

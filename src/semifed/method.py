@@ -1,7 +1,6 @@
 """The contract: a method is a frozen dataclass of its paper's hyper-parameters and a few pure hooks.
 
-The defaults are federated averaging; `loss` is the only hook a method must write. A default may be replaced
-whole, never extended. What crosses a hook is a NamedTuple of tensors, so it can travel and be counted.
+The defaults are federated averaging, `loss` is the only hook a method must write; what crosses a hook is a NamedTuple.
 
 >>> @dataclass(frozen=True, kw_only=True)
 ... class LabelsOnly(Method):
@@ -21,6 +20,7 @@ from typing_extensions import TypeVar
 
 from semifed.aggregate import shares, weighted_mean
 from semifed.data.client import Batch, ClientData
+from semifed.discovery.gallery import Gallery
 from semifed.fit import Course, Fitted, Loss
 from semifed.net import Net
 from semifed.objectives import supervised
@@ -67,6 +67,10 @@ class Method(Generic[S, D, U, C, K]):
     def needed_heads(self) -> Mapping[str, str]:
         """Which of `heads` this configuration builds, by default all."""
         return self.heads
+
+    def opens_classes(self) -> bool:
+        """An oracle's configuration: clients are told what their unlabelled images are."""
+        return False
 
     def setup(self, weights: Weights, site: ServerSite) -> S:
         """Server, once: the state before the first round."""
@@ -126,6 +130,10 @@ class Method(Generic[S, D, U, C, K]):
         logits = net(images).logits
         return Prediction(logits, 1 - logits.softmax(dim=1).max(dim=1).values)
 
+    def clusters(self, gallery: Gallery) -> Tensor:
+        """Groups [n] among images of known and novel classes, -1 for none; only written by methods of discovery."""
+        raise TypeError(f"{type(self).__name__} does not look for groups")
+
 
 def averaged(received: Weights, ups: Sequence[Update], site: ServerSite, weight: Tensor | None = None) -> Weights:
     """The clients' mean, by image count or the given shares; the received weights if nobody answered."""
@@ -138,7 +146,7 @@ def averaged(received: Weights, ups: Sequence[Update], site: ServerSite, weight:
 
 
 def payload_types(method: Method[Any, Any, Any, Any, Any]) -> tuple[type, type, type, type]:
-    """The types of a method's Server, Down, Up and Kept, as named in the bases of its class."""
+    """The types of a method's Server, Down, Up and Kept, from the bases of its class."""
     bases = getattr(type(method), "__orig_bases__", ())
     named = next((get_args(base) for base in bases if get_origin(base) is Method), ())
     defaults: tuple[Any, ...] = (Server, Down, Up, Nothing, Nothing)

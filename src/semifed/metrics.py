@@ -141,11 +141,12 @@ def expected_calibration_error(confidence: Values, correct: Values, bins: int = 
     return _ratio(float(np.nansum(gaps * histogram.samples)), int(histogram.samples.sum()))
 
 
-def hungarian_accuracy(predicted: Values, truth: Values, known: int) -> ClusterAccuracy:
+def hungarian_accuracy(predicted: Values, truth: Values, known: int, *, balanced: bool = False) -> ClusterAccuracy:
     """Accuracy of clusters under the best one-to-one match with classes, of which those below `known` are old.
 
     One match over all samples serves the old and the new (the "v2" protocol of generalised category discovery).
-    A cluster without a class is wrong throughout, a sample in no cluster (-1) is a cluster of its own.
+    A cluster without a class is wrong throughout, a sample in no cluster (-1) is a cluster of its own. `balanced` is
+    the mean over classes, by the same match.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -158,12 +159,10 @@ def hungarian_accuracy(predicted: Values, truth: Values, known: int) -> ClusterA
     matched[columns] = overlap[rows, columns]
     present = overlap.sum(axis=0)
     is_old = classes < known
-    return ClusterAccuracy(
-        *(
-            _ratio(int(matched[some].sum()), int(present[some].sum()))
-            for some in (np.full(len(classes), True), is_old, ~is_old)
-        )
-    )
+    groups = (np.full(len(classes), True), is_old, ~is_old)
+    if balanced:
+        return ClusterAccuracy(*(_ratio(float((matched / present)[some].sum()), int(some.sum())) for some in groups))
+    return ClusterAccuracy(*(_ratio(int(matched[some].sum()), int(present[some].sum())) for some in groups))
 
 
 def nmi(predicted: Values, truth: Values) -> float:

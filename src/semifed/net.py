@@ -1,13 +1,13 @@
 """A network as a method sees it: call it on images, ask for a frozen copy, read or load its weights."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from semifed.models.batchnorm import BatchNorm, recalibrate, set_batchnorm
+from semifed.models.batchnorm import BatchNorm, frozen_names, recalibrate, set_batchnorm
 from semifed.models.network import Network, Output
 from semifed.wire import Weights
 
@@ -21,12 +21,23 @@ class Net:
         set_batchnorm(self.network, "static" if batchnorm == "static" else "tracked")
         self.network.eval()
         normalising = [name for name, layer in network.named_modules() if isinstance(layer, BatchNorm)]
-        self._batchnorm = [name for name in network.state_dict() if name.rpartition(".")[0] in normalising]
-        self._buffers = {name for name, _ in network.named_buffers()}
+        self._frozen = frozen_names(network)
+        self._batchnorm = [name for name in self.state_names() if name.rpartition(".")[0] in normalising]
+        self._buffers = {name for name, _ in network.named_buffers()} - self._frozen
 
     def __call__(self, images: Tensor) -> Output:
         """Logits, features and further heads of a batch of normalised images."""
         output: Output = self.network(images)
+        return output
+
+    def stem(self, images: Tensor) -> Tensor:
+        """What training never changes about a batch of normalised images: it may be kept from round to round."""
+        maps: Tensor = self.network.stem(images)
+        return maps
+
+    def after_stem(self, maps: Tensor) -> Output:
+        """What the network says of images, given their stem."""
+        output: Output = self.network.after_stem(maps)
         return output
 
     def joint(self, *groups: Tensor) -> list[Output]:
@@ -61,7 +72,7 @@ class Net:
 
     def twin(self) -> "Net":
         """A second network of the same shape and weights, to be trained beside this one."""
-        return Net(copy.deepcopy(self.network), self.batchnorm)
+        return Net(self._copy(), self.batchnorm)
 
     @property
     def class_rows(self) -> str:
@@ -71,18 +82,19 @@ class Net:
 
     def frozen(self) -> "FrozenNet":
         """A copy of the network as it is now, in evaluation mode and without gradients: a teacher."""
-        return FrozenNet(copy.deepcopy(self.network))
+        return FrozenNet(self._copy())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimiser moves, by name."""
-        return dict(self.network.named_parameters())
+        return {name: one for name, one in self.network.named_parameters() if name not in self._frozen}
 
     def state(self) -> Weights:
-        """A copy of all weights, batch-norm statistics included."""
-        return {
-            name: tensor.detach().clone(memory_format=torch.contiguous_format)
-            for name, tensor in self.network.state_dict().items()
-        }
+        """A copy of all weights but the frozen ones, batch-norm statistics included."""
+        return self._weights(self.state_names())
+
+    def frozen_weights(self) -> Weights:
+        """A copy of what nobody trains: every party builds it from the recipe, and it never travels."""
+        return self._weights(sorted(self._frozen))
 
     def trained(self) -> Weights:
         """A copy of the weights that training may have changed."""
@@ -90,8 +102,8 @@ class Net:
         return {name: state[name] for name in self.trained_names()}
 
     def state_names(self) -> list[str]:
-        """Names of all weights."""
-        return list(self.network.state_dict())
+        """Names of all weights but the frozen ones."""
+        return [name for name in self.network.state_dict() if name not in self._frozen]
 
     def trained_names(self) -> list[str]:
         """Names of the weights that clients train and send: no static statistics, nothing private."""
@@ -121,6 +133,16 @@ class Net:
     def recalibrate(self, images: Tensor) -> None:
         """Set the batch-norm statistics to those of the given images."""
         recalibrate(self.network, images)
+
+    def _weights(self, names: Iterable[str]) -> Weights:
+        own = self.network.state_dict()
+        return {name: own[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
+
+    def _copy(self) -> Network:
+        """A copy that shares what is frozen: for a large pretrained network that is nearly everything."""
+        own = self.network.state_dict(keep_vars=True)
+        copied: Network = copy.deepcopy(self.network, {id(own[name]): own[name] for name in self._frozen})
+        return copied
 
 
 class FrozenNet:

@@ -17,6 +17,7 @@ from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
 from semifed.data.views import Views
 from semifed.errors import UserError
 from semifed.methods import AnyMethod, method_class
+from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.recipe import ModelTable
@@ -39,6 +40,7 @@ class Description(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
     model: ModelTable
+    architecture: dict[str, Any] = {}  # of a pretrained backbone, beyond the keys of its model
     heads: dict[str, str]
     method: dict[str, Any]
     image: _Image
@@ -145,10 +147,15 @@ def _built(description: Description, weights: dict[str, Tensor], path: Path) -> 
         width=description.model.width,
         head=description.model.head,
         further=description.heads,
+        weights=description.model.weights,
+        input_size=description.model.input_size,
+        trainable=description.model.trainable,
+        normalised=Normalisation(description.mean, description.std),
+        architecture=description.architecture,
         generator=torch.Generator(),
     )
     net = Net(network, "tracked")  # evaluation reads the stored statistics, whoever wrote them
-    expected = {name: tensor.shape for name, tensor in net.state().items()}
+    expected = {name: tensor.shape for name, tensor in (net.state() | net.frozen_weights()).items()}
     if expected != {name: tensor.shape for name, tensor in weights.items()}:
         raise UserError(f"it describes another network than the one in {path.name}")
     net.load(weights)

@@ -30,6 +30,7 @@ MOST_CLIENTS = 1_000_000
 MOST_WORKERS = 1_024
 LARGEST_BATCH = 2**16
 LARGEST_LAYER = 65_536
+LARGEST_SIDE = 1_024  # pixels
 WIDEST = 4_096  # channels of a layer; above, a network does not fit in a usual machine's memory
 FASTEST = 1e6  # no learning rate, weight decay or norm above it is meant
 
@@ -43,7 +44,7 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(printable)]
 
 
 def _not_too_wide(head: str) -> str:
-    if any(len(units) > 5 or int(units) > LARGEST_LAYER for units in re.findall(r"\d+", head)):
+    if any(len(units) > 5 or int(units) > LARGEST_LAYER for units in re.findall(r"(?<![\d.])\d+(?![\d.])", head)):
         raise ValueError(f"{shown(head)} has a layer of more than {LARGEST_LAYER} units")
     return head
 
@@ -68,6 +69,7 @@ class ScenarioTable(Table):
     known: tuple[Count, ...] | None = None
     known_count: AtLeastOne | None = None
     subset: AtLeastOne | None = None
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the known images, kept at the server
 
     @model_validator(mode="after")
     def _consistent(self) -> "ScenarioTable":
@@ -107,6 +109,9 @@ class ModelTable(Table):
         | None
     ) = None
     head: Annotated[Text, AfterValidator(_not_too_wide)] = "linear"
+    weights: Text | None = None  # of a pretrained network: a word of its own, or where they lie
+    input_size: Annotated[Whole, Field(ge=1, le=LARGEST_SIDE)] | None = None  # pixels it scales images to
+    trainable: Literal["all", "last", "none"] | None = None  # what of it learns
     batchnorm: Literal["auto", "static", "tracked", "local"] = "auto"
     heads: Mapping[str, Annotated[Text, AfterValidator(_not_too_wide)]] = {}  # sizes of heads a method asks for
 
@@ -159,6 +164,8 @@ class EvaluateTable(Table):
     unseen: tuple[Text, ...] = ()
     accept: Annotated[float, Field(gt=0, lt=1)] = 0.95
     folds: Annotated[Whole, Field(ge=0, le=100)] = 5  # of the server's labels, held out in turn for the threshold
+    discover: Literal["test", "unlabelled"] = "test"  # which images are grouped: test ones, or the clients' own
+    discover_images: AtLeastOne = 5_000  # at most
 
 
 class EngineTable(Table):

@@ -19,14 +19,18 @@ from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
 from semifed.method import payload_types
+from semifed.models.backbones import Normalisation
 from semifed.net import Net
 from semifed.progress import Reporter
+from semifed.report.contact_sheet import strip
 from semifed.rng import numpy_stream
 from semifed.rundir import RunDirectory, finite, summary
 from semifed.schedule import schedule_factor
 from semifed.server import ServerSite
 from semifed.threshold import Threshold, rejection_threshold
 from semifed.wire import Weights, fault_of, odd_ones_out, size_in_bytes
+
+MOST_STRIPS = 60  # groups whose images are shown, the largest first
 
 
 def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
@@ -37,7 +41,8 @@ def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False
     shape, classes = scenario.dataset.x_train.shape[1:], len(scenario.known)
     rundir = RunDirectory(out)
     rundir.open(recipe, resume=resume)
-    workplace = partial(build_workplace, recipe, tuple(shape), classes)
+    normalised = Normalisation(scenario.views.mean, scenario.views.std)
+    workplace = partial(build_workplace, recipe, tuple(shape), classes, normalised)
     with ExitStack() as at_the_end:
         at_the_end.callback(rundir.close)
         engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
@@ -182,9 +187,10 @@ class RoundLoop:
         dataset: Dataset = self.scenario.dataset
         accept, threshold = self.recipe.evaluate.accept, self._threshold(weights)
         self.rundir.write_model(
-            weights,
+            weights | self.site.net.frozen_weights(),
             {
                 "model": self.recipe.model.model_dump(exclude_none=True, mode="json"),
+                "architecture": self.site.net.network.backbone.architecture,
                 "heads": further_heads(self.recipe, self.method),
                 "method": self.recipe.plain()["method"],
                 "image": {"channels": dataset.x_train.shape[1], "size": list(dataset.x_train.shape[2:])},
@@ -198,6 +204,10 @@ class RoundLoop:
         )
         if evaluation.scores is not None:
             self.rundir.write_json("scores.json", evaluation.scores)
+        if evaluation.discovery is not None:
+            self.rundir.write_json("discovery.json", evaluation.discovery)
+            for number, group in enumerate(evaluation.discovery["groups"][:MOST_STRIPS]):
+                self.rundir.write_bytes(f"groups/{number:02}.png", strip(self.evaluator.grouped[group["images"]]))
         drawn = self.evaluator.feature_map(self.site.net, weights, self.method.centres(server))
         self.rundir.write_json("features.json", drawn)
         facts = {

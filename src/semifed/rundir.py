@@ -148,6 +148,11 @@ class RunDirectory:
         """A JSON file of the directory."""
         write_atomically(self.path / name, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Any other file of the directory."""
+        (self.path / name).parent.mkdir(exist_ok=True)
+        write_atomically(self.path / name, content)
+
     def write_model(self, weights: Weights, description: Mapping[str, Any]) -> None:
         """The delivered model, which loads without the run."""
         arrays = {name: tensor.contiguous() for name, tensor in weights.items()}

@@ -22,6 +22,7 @@ class ClientData(NamedTuple):
     labels: Tensor  # int64 [labelled], known classes 0..K-1
     unlabelled: Tensor  # int64 positions
     views: Views  # how networks see the images
+    classes: Tensor | None = None  # int64 [unlabelled], true ones, novel classes after the known; for oracles alone
 
     @property
     def image_count(self) -> int:
@@ -32,24 +33,15 @@ class ClientData(NamedTuple):
 
     def plain_outputs(self, net: "Classifies") -> Output:
         """What the network says of all unlabelled images, un-augmented."""
-        return self._outputs(net, self.unlabelled, self.views.plain)
+        return outputs_of(net, self.images, self.unlabelled, self.views.plain)
 
     def weak_outputs(self, net: "Classifies", generator: torch.Generator) -> Output:
         """What the network says of one weak view of each unlabelled image."""
-        return self._outputs(net, self.unlabelled, lambda raw: self.views.weak(raw, generator))
+        return outputs_of(net, self.images, self.unlabelled, lambda raw: self.views.weak(raw, generator))
 
     def labelled_outputs(self, net: "Classifies") -> Output:
         """What the network says of all labelled images, un-augmented."""
-        return self._outputs(net, self.labelled, self.views.plain)
-
-    @torch.no_grad()
-    def _outputs(
-        self, net: "Classifies", positions: Tensor, view: Callable[[Tensor], Tensor], batch: int = 512
-    ) -> Output:
-        chunks = positions.split(batch) or (positions,)
-        parts = [net(view(self.images[chunk])) for chunk in chunks]
-        heads = {name: torch.cat([part.heads[name] for part in parts]) for name in parts[0].heads}
-        return Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), heads)
+        return outputs_of(net, self.images, self.labelled, self.views.plain)
 
 
 class Classifies(Protocol):
@@ -57,6 +49,17 @@ class Classifies(Protocol):
 
     def __call__(self, images: Tensor, /) -> Output:
         """Logits, features and further heads."""
+
+
+@torch.no_grad()
+def outputs_of(
+    net: Classifies, images: Tensor, positions: Tensor, view: Callable[[Tensor], Tensor], batch: int = 512
+) -> Output:
+    """What a network says of one view of the images at the given positions, a batch at a time."""
+    chunks = positions.split(batch) or (positions,)
+    parts = [net(view(images[chunk])) for chunk in chunks]
+    heads = {name: torch.cat([part.heads[name] for part in parts]) for name in parts[0].heads}
+    return Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), heads)
 
 
 class Samples:
@@ -75,7 +78,7 @@ class Samples:
     @property
     def looked_at(self) -> bool:
         """Whether any view was drawn: labels-only methods never look at unlabelled images."""
-        return bool({"plain", "weak", "strong", "strong_again", "flipped"} & vars(self).keys())
+        return bool({"plain", "weak", "weak_again", "strong", "strong_again", "flipped"} & vars(self).keys())
 
     @cached_property
     def plain(self) -> Tensor:
@@ -86,6 +89,11 @@ class Samples:
     def weak(self) -> Tensor:
         """The weakly augmented view."""
         return self._views.weak(self.raw, self.stream("weak"))
+
+    @cached_property
+    def weak_again(self) -> Tensor:
+        """A second weakly augmented view."""
+        return self._views.weak(self.raw, self.stream("weak again"))
 
     @cached_property
     def strong(self) -> Tensor:

@@ -44,6 +44,8 @@ class ScenarioSettings(Protocol):
     def known_count(self) -> int | None: ...
     @property
     def subset(self) -> int | None: ...
+    @property
+    def validation_fraction(self) -> float: ...
 
 
 class Sealed:
@@ -75,14 +77,25 @@ class Scenario(NamedTuple):
     labels: Tensor  # known class of labelled positions, -1 elsewhere
     sealed: Sealed
     test_labels: Tensor  # known class or -1
+    validation: ClientData | None = None  # labelled images nobody trains on, kept at the server
+    open_classes: bool = False  # clients are told the true classes of their unlabelled images: for oracles alone
 
     def client(self, index: int) -> ClientData:
         """One client's data."""
         held = self.holdings[index]
-        labelled = torch.from_numpy(held.labelled)
-        return ClientData(
-            self.dataset.x_train, labelled, self.labels[labelled], torch.from_numpy(held.unlabelled), self.views
-        )
+        labelled, unlabelled = torch.from_numpy(held.labelled), torch.from_numpy(held.unlabelled)
+        classes = self.every_class(self.dataset.y_train[unlabelled]) if self.open_classes else None
+        return ClientData(self.dataset.x_train, labelled, self.labels[labelled], unlabelled, self.views, classes)
+
+    def every_class(self, raw: Tensor) -> Tensor:
+        """Raw classes numbered anew: the known ones as the model's outputs, then the others."""
+        others = [index for index in range(len(self.dataset.classes)) if index not in self.known]
+        return torch.tensor([*self.known, *others]).argsort()[raw]
+
+    def every_name(self) -> list[str]:
+        """Names of all classes, numbered as by `every_class`."""
+        others = [name for index, name in enumerate(self.dataset.classes) if index not in self.known]
+        return [*self.class_names(), *others]
 
     def class_names(self) -> list[str]:
         """Names of the known classes in the order of the model's outputs."""
@@ -90,9 +103,19 @@ class Scenario(NamedTuple):
 
 
 def build_scenario(
-    dataset: Dataset, settings: ScenarioSettings, views: Views, seed: int, *, all_labels: bool = False
+    dataset: Dataset,
+    settings: ScenarioSettings,
+    views: Views,
+    seed: int,
+    *,
+    all_labels: bool = False,
+    open_classes: bool = False,
 ) -> Scenario:
-    """Spread a data set over server and clients; `all_labels` hands out every known label (the ceiling)."""
+    """Spread a data set over server and clients.
+
+    `all_labels` hands out every known label (the ceiling), `open_classes` tells clients what their unlabelled images
+    are (the oracles of category discovery).
+    """
     known = _known_classes(dataset, settings)
     to_known = np.full(len(dataset.classes), UNKNOWN)
     to_known[list(known)] = np.arange(len(known))
@@ -102,6 +125,8 @@ def build_scenario(
     if not len(pool):
         raise UserError(f"dataset '{dataset.name}' has no training images left for this scenario")
 
+    held_out = _held_out(pool, truth, settings, seed)
+    pool = np.setdiff1d(pool, held_out)
     server_labelled: Positions | None = None
     if settings.labels == "server":
         server_labelled = _labelled_per_class(pool, truth, len(known), settings, dataset, seed)
@@ -122,20 +147,25 @@ def build_scenario(
     labels = torch.full((len(raw),), UNKNOWN)
     for held in holdings:
         labels[held.labelled] = torch.from_numpy(truth[held.labelled])
-    server = None
-    if server_labelled is not None:
-        labels[server_labelled] = torch.from_numpy(truth[server_labelled])
-        positions = torch.from_numpy(server_labelled)
-        server = ClientData(dataset.x_train, positions, labels[positions], positions[:0], views)
+
+    def at_server(positions: Positions | None) -> ClientData | None:
+        if positions is None or not len(positions):
+            return None
+        labels[positions] = torch.from_numpy(truth[positions])
+        held = torch.from_numpy(positions)
+        return ClientData(dataset.x_train, held, labels[held], held[:0], views)
+
     return Scenario(
         dataset,
         known,
         views,
-        server,
+        at_server(server_labelled),
         holdings,
         labels,
         Sealed(torch.from_numpy(truth)),
         torch.from_numpy(to_known[dataset.y_test.numpy()]),
+        at_server(held_out),
+        open_classes,
     )
 
 
@@ -190,6 +220,13 @@ def _pool(raw: Positions, truth: Positions, settings: ScenarioSettings, seed: in
         members = np.flatnonzero(raw[shuffled] == label)
         rank[members] = np.arange(len(members)) * len(shuffled) // len(members)
     return np.sort(shuffled[np.argsort(rank, kind="stable")[: settings.subset]])
+
+
+def _held_out(pool: Positions, truth: Positions, settings: ScenarioSettings, seed: int) -> Positions:
+    """Known images with labels that nobody trains on (FedLPA+)."""
+    knowns = pool[truth[pool] != UNKNOWN]
+    rng = numpy_stream(seed, "scenario", "validation")
+    return np.sort(rng.permutation(knowns)[: round(settings.validation_fraction * len(knowns))])
 
 
 def _labelled_per_class(

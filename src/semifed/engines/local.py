@@ -100,6 +100,7 @@ class _Order(NamedTuple):
     labelled: Any
     labels: Any
     unlabelled: Any
+    classes: Any
     views: Views
     down: Tensor | None  # the shared buffer, when it is a new one
     layout: Layout
@@ -278,9 +279,9 @@ class _Worker:
         task, data = job
         held = None if task.held is None else _pack_held(task.held)
         positions = (data.labelled.numpy(), data.labels.numpy(), data.unlabelled.numpy())
-        order = _Order(
-            task._replace(held=None), held, *positions, data.views, None if self.has_down else memory, layout
-        )
+        told = data.classes if data.classes is None else data.classes.numpy()
+        buffer = None if self.has_down else memory
+        order = _Order(task._replace(held=None), held, *positions, told, data.views, buffer, layout)
         self.pipe.send(order)
         self.has_down, self.job, self.since = True, job, time.monotonic()
 
@@ -377,7 +378,8 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
             down: Any = from_arrays(down_type, read_buffer(memory, order.layout))
             held = None if order.held is None else _unpack_held(order.held, kept_type)
             labelled, labels, unlabelled = map(torch.from_numpy, (order.labelled, order.labels, order.unlabelled))
-            data = ClientData(images, labelled, labels, unlabelled, order.views)
+            told = None if order.classes is None else torch.from_numpy(order.classes)
+            data = ClientData(images, labelled, labels, unlabelled, order.views, told)
             reply = _attempt(place, order.task._replace(held=held), down, data)
             if isinstance(reply, ClientFailure):
                 answer: Any = reply

@@ -1,7 +1,9 @@
-"""Backbones from images to features: a three-block CNN, ResNet-8 and WRN-28."""
+"""Backbones from images to features: a three-block CNN, ResNet-8, WRN-28, and raw pixels with an adapter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,47 +13,88 @@ from semifed.models.batchnorm import BatchNorm
 Width = float | Sequence[int] | None
 
 
+class Normalisation(NamedTuple):
+    """The mean and deviation a channel by which the views normalised the images."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Setting(NamedTuple):
+    """What a backbone is built for: the images it will see, and the keys of [model] that shape it."""
+
+    channels: int
+    size: tuple[int, int]
+    width: Width = None
+    weights: str | None = None
+    input_size: int | None = None
+    trainable: str | None = None  # "all", "last" or "none"
+    normalised: Normalisation | None = None
+    architecture: Mapping[str, Any] | None = None  # given where the caller loads all weights: no other are looked for
+
+
 class Backbone(nn.Module):
-    """Maps images [n, channels, h, w] to vectors [n, features]."""
+    """Maps images [n, channels, h, w] to vectors [n, features], first by what is frozen, then by what is trained."""
 
     features: int
+    pretrained: bool = False  # its weights are read, not drawn
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What is needed beside the keys of [model] to build it without its pretrained weights."""
+        return {}
+
+    def load_pretrained(self) -> None:
+        """Read the weights it is named for; none where they are drawn."""
+
+    def frozen_part(self, x: Tensor) -> Tensor:
+        """What training never changes about images: maps [n, ...], by default the images themselves."""
+        return x
+
+    def trainable_part(self, maps: Tensor) -> Tensor:
+        """Features [n, features] of what `frozen_part` gave."""
+        raise TypeError(f"{type(self).__name__} must say how features come about")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [n, features] of images [n, channels, h, w]."""
+        return self.trainable_part(self.frozen_part(x))
 
 
 class CNN(Backbone):
     """Three blocks of conv 3x3 - batch norm - ReLU - max-pool 2, then the global mean."""
 
-    def __init__(self, channels: int, size: tuple[int, int], width: Width) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__()
-        widths = _block_widths((32, 64, 128) if width is None else width)
+        widths = _block_widths((32, 64, 128) if setting.width is None else setting.width)
         self.features = widths[-1]
         self.convs = nn.ModuleList(
-            _conv3(before, after) for before, after in zip((channels, *widths), widths, strict=False)
+            _conv3(before, after) for before, after in zip((setting.channels, *widths), widths, strict=False)
         )
         self.norms = nn.ModuleList(BatchNorm(after) for after in widths)
         self.pools: list[tuple[int, int]] = []
-        height, breadth = size
+        height, breadth = setting.size
         for _ in widths:
             # A side that is down to one pixel is pooled no further.
             pool = (min(2, height), min(2, breadth))
             height, breadth = height // pool[0], breadth // pool[1]
             self.pools.append(pool)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
         for conv, norm, pool in zip(self.convs, self.norms, self.pools, strict=True):
             # ReLU is monotone, so it commutes with the maximum and costs a quarter after it.
-            x = F.relu(F.max_pool2d(norm(conv(x)), pool), inplace=True)
-        return x.mean((2, 3))
+            maps = F.relu(F.max_pool2d(norm(conv(maps)), pool), inplace=True)
+        return maps.mean((2, 3))
 
 
 class ResNet8(Backbone):
     """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4."""
 
-    def __init__(self, channels: int, size: tuple[int, int], width: Width) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__()
-        widths = _stage_widths(4 if width is None else width)
+        widths = _stage_widths(4 if setting.width is None else setting.width)
         self.features = widths[-1]
-        self.conv = _conv3(channels, widths[0])
+        self.conv = _conv3(setting.channels, widths[0])
         self.norm = BatchNorm(widths[0])
         self.blocks = nn.Sequential(
             BasicBlock(widths[0], widths[0], stride=1),
@@ -59,9 +102,9 @@ class ResNet8(Backbone):
             BasicBlock(widths[1], widths[2], stride=2),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
-        maps: Tensor = self.blocks(F.relu(self.norm(self.conv(x)), inplace=True))
+        maps = self.blocks(F.relu(self.norm(self.conv(maps)), inplace=True))
         return maps.mean((2, 3))
 
 
@@ -96,11 +139,11 @@ class WideResNet28(Backbone):
     use or gradient.
     """
 
-    def __init__(self, channels: int, size: tuple[int, int], width: Width) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__()
-        widths = _stage_widths(2 if width is None else width)
+        widths = _stage_widths(2 if setting.width is None else setting.width)
         self.features = widths[-1]
-        self.conv = _conv3(channels, 16)
+        self.conv = _conv3(setting.channels, 16)
         blocks: list[nn.Module] = []
         before = 16
         for after, stride in zip(widths, (1, 2, 2), strict=True):
@@ -110,9 +153,9 @@ class WideResNet28(Backbone):
         self.blocks = nn.Sequential(*blocks)
         self.norm = BatchNorm(before)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
-        maps = _leaky(self.norm(self.blocks(self.conv(x))))
+        maps = _leaky(self.norm(self.blocks(self.conv(maps))))
         return maps.mean((2, 3))
 
 
@@ -135,6 +178,42 @@ class PreActivationBlock(nn.Module):
         return out
 
 
+class Adapter(Backbone):
+    """Raw pixels x plus a two-layer perceptron of them that starts as zero: untrained, the features are the pixels.
+
+    It stands in for a pretrained network of which only the last block learns: the features mean something before any
+    training, and training moves them little by little. `width` is the number of hidden units, in a list.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        height, breadth = setting.size
+        self.features = setting.channels * height * breadth
+        hidden = _hidden_units((256,) if setting.width is None else setting.width)
+        self.layers = nn.Sequential(
+            nn.Linear(self.features, hidden), nn.ReLU(inplace=True), ZeroLinear(hidden, self.features)
+        )
+
+    def frozen_part(self, x: Tensor) -> Tensor:
+        """Pixels [n, channels · h · w]."""
+        return x.flatten(1)
+
+    def trainable_part(self, maps: Tensor) -> Tensor:
+        """The pixels, moved."""
+        moved: Tensor = maps + self.layers(maps)
+        return moved
+
+
+class ZeroLinear(nn.Linear):
+    """A linear layer that answers zero until it is trained."""
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """No weight, no bias."""
+        self.weight.zero_()
+        self.bias.zero_()
+
+
 def _conv3(before: int, after: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
 
@@ -150,6 +229,13 @@ def _block_widths(width: Width) -> tuple[int, int, int]:
     raise UserError(
         f"model.width: expected the channels of the cnn's three blocks, such as [32, 64, 128], not {width!r}"
     )
+
+
+def _hidden_units(width: Width) -> int:
+    match width:
+        case [int(units)] if units > 0:
+            return units
+    raise UserError(f"model.width: expected the hidden units of the adapter, such as [256], not {width!r}")
 
 
 def _stage_widths(width: Width) -> tuple[int, int, int]:

@@ -2,7 +2,8 @@
 
 "tracked" is the usual layer. "static" is the static batch norm of HeteroFL and SemiFL: clients normalise by
 the statistics of their own batches and record nothing, so no statistics leave them; evaluation, gates and
-pivots use moments that `recalibrate` takes from images the server holds.
+pivots use moments that `recalibrate` takes from images the server holds. "fixed" normalises by the statistics it
+has, in training too: those a pretrained network came with.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from semifed.errors import UserError, nearest
 
-MODES = ("tracked", "static")
+MODES = ("tracked", "static", "fixed")
 
 _ONE_PASS_IMAGES = 4096
 _ONE_PASS_BYTES = 512 * 2**20
@@ -54,8 +55,8 @@ class BatchNorm(nn.Module):
         self.running_var.fill_(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise by the batch's own statistics in training, by the running ones in evaluation."""
-        if not self.training or x.numel() <= x.shape[1]:
+        """Normalise by the batch's own statistics in training, by the running ones in evaluation or where fixed."""
+        if not self.training or self.mode == "fixed" or x.numel() <= x.shape[1]:
             return F.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
             )
@@ -78,11 +79,24 @@ class BatchNorm(nn.Module):
 
 
 def set_batchnorm(module: nn.Module, mode: str) -> None:
-    """Switch every batch-norm layer of `module` to "tracked" or "static"; the buffers stay as they are."""
+    """Switch every batch-norm layer of `module`, but not back from "fixed"; the buffers stay as they are."""
     _checked(mode)
     for layer in module.modules():
-        if isinstance(layer, BatchNorm):
+        if isinstance(layer, BatchNorm) and layer.mode != "fixed":
             layer.mode = mode
+
+
+def freeze(module: nn.Module) -> None:
+    """Nothing in `module` learns any more, and its batch norms no longer look at batches."""
+    module.requires_grad_(False)
+    set_batchnorm(module, "fixed")
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """The weights that training cannot change: frozen parameters, and the statistics of fixed batch norms."""
+    fixed = [name for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.mode == "fixed"]
+    statistics = {name for name, _ in module.named_buffers() if name.rpartition(".")[0] in fixed}
+    return statistics | {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 @torch.no_grad()
@@ -99,7 +113,7 @@ def recalibrate(module: nn.Module, images: Tensor | Sequence[Tensor], batch: int
 
     Where one pass over all images would need too much memory, batches of `batch` images run once per layer,
     each time only as far as that layer. A layer that sees a single value in all keeps its statistics: it
-    has no variance. Nothing but the running buffers changes.
+    has no variance, and a fixed one too. Nothing but the running buffers changes.
     """
     parts = [part for part in ([images] if isinstance(images, Tensor) else images) if len(part)]
     if not parts:
@@ -195,7 +209,7 @@ def _values_per_image(module: nn.Module, image: Tensor) -> dict[BatchNorm, int]:
         assert isinstance(layer, BatchNorm)
         values.setdefault(layer, inputs[0].numel())
 
-    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
+    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm) and layer.mode != "fixed"]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         if layers:

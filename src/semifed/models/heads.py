@@ -6,31 +6,95 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import init
 
 from semifed.errors import UserError, nearest
 from semifed.prototypes import subspace_score
 
 SUBSPACE_BASIS = "heads.subspace.basis"  # its name among the weights of a network
 
-_KINDS = ("linear", "mlp", "ova", "projection", "subspace")
-_CLASS_FORMS = ("linear", "mlp2(256)", "mlp3(1024)")
-_VECTOR_FORMS = ("128", "linear(128)", "linear(128, no-bias)", "linear(features)", "mlp2(256, 128)", "mlp3(1024, 128)")
+_KINDS = ("linear", "mlp", "cosine", "ova", "projection", "subspace")
+_CLASS_FORMS = ("linear", "mlp2(256)", "mlp3(1024)", "cosine", "cosine(0.1)")
+_VECTOR_FORMS = (
+    "128",
+    "linear(128)",
+    "linear(128, no-bias)",
+    "linear(features)",
+    "mlp2(256, 128)",
+    "mlp3(1024, 128)",
+    "mlp3(2048, 256, gelu)",
+)
+DINO_FEATURES = 768  # of its ViT-B/16; hidden layers of its head have 2048 units
+_COSINE_TEMPERATURE = 0.1  # of SimGCD
 
 
 class HeadSpec(NamedTuple):
     """What a head computes from the features, before their number and the number of classes are known.
 
-    kind: "linear" and "mlp" give logits [n, classes], "ova" [n, 2, classes], "projection" [n, outputs],
+    kind: "linear", "mlp" and "cosine" give logits [n, classes], "ova" [n, 2, classes], "projection" [n, outputs],
     "subspace" [n].
     hidden: widths of the hidden layers, each followed by ReLU; None is one layer as wide as the features.
     outputs: a number, or "features" for as many as there are features.
+    gelu: hidden layers are followed by GELU instead, and all layers drawn as in DINO's head.
+    temperature: what cosines are divided by.
     """
 
     kind: str
     hidden: tuple[int, ...] | None = ()
     outputs: int | Literal["features"] | None = None
     bias: bool = True
+    gelu: bool = False
+    temperature: float = _COSINE_TEMPERATURE
+
+
+class Cosine(nn.Module):
+    """Cosines between the features and a row a class, over a temperature (the classifier of SimGCD and FedLPA).
+
+    Only the direction of a row counts, but its length stays in the stored weight, as in SimGCD's weight norm with a
+    fixed gain: it grows as SGD moves the row, which slows the turning down, and a mean over clients leans towards
+    those whose row has moved, or has been moved before, the most.
+    """
+
+    def __init__(self, features: int, classes: int, temperature: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, features))
+        self.temperature = temperature
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Random directions of length about 1/√3, whatever the number of features: SimGCD's rows keep PyTorch's draw.
+
+        N(0, 0.02²), which SimGCD gives all other layers of its head, would have the same directions. The length
+        is what makes the first steps large or small: a step turns a row by its size over the squared length.
+        """
+        bound = self.weight.shape[1] ** -0.5
+        init.uniform_(self.weight, -bound, bound, generator=generator)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits between −1/temperature and 1/temperature."""
+        return F.linear(F.normalize(features), F.normalize(self.weight)) / self.temperature
+
+    def extra_repr(self) -> str:
+        """What `print(network)` shows of this layer."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, temperature={self.temperature}"
+
+
+class DinoLinear(nn.Linear):
+    """A linear layer drawn as in the heads of DINO, GCD and SimGCD."""
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Weights from N(0, 0.02²) in layers as wide as DINO's, from N(0, 1/inputs) in narrower ones; no bias.
+
+        0.02 is about 1/√2048. Narrower layers with it would shrink their outputs from layer to layer, and the
+        gradient of normalised outputs grows as they shrink: on digits a head of 256 units learnt nothing in 35 rounds.
+        """
+        inputs = self.weight.shape[1]
+        init.trunc_normal_(self.weight, std=0.02 if inputs >= DINO_FEATURES else inputs**-0.5, generator=generator)
+        if self.bias is not None:
+            self.bias.zero_()
 
 
 class OneVsAll(nn.Module):
@@ -69,14 +133,18 @@ class Subspace(nn.Module):
 
 
 def class_head_spec(text: str, key: str) -> HeadSpec:
-    """Read "linear" or "mlpN(H)": N linear layers, so N-1 hidden ones, of H units each."""
+    """Read "linear", "cosine", "cosine(T)" with a temperature T, or "mlpN(H)" with N-1 hidden layers of H units."""
     words = text.replace(" ", "")
     if words == "linear":
         return HeadSpec("linear")
+    if words == "cosine":
+        return HeadSpec("cosine")
+    if (match := re.fullmatch(r"cosine\((\d{0,3}\.?\d{1,9})\)", words)) and float(match[1]) > 0:
+        return HeadSpec("cosine", temperature=float(match[1]))
     if match := re.fullmatch(r"mlp([2-9])\(([1-9]\d*)\)", words):
         return HeadSpec("mlp", (int(match[2]),) * (int(match[1]) - 1))
     raise UserError(
-        f"{key}: expected 'linear' or 'mlpN(hidden)' with N of 2 to 9 layers, not '{text}'; "
+        f"{key}: expected 'linear', 'cosine(temperature)' or 'mlpN(hidden)' with N of 2 to 9 layers, not '{text}'; "
         + nearest(text, _CLASS_FORMS)
     )
 
@@ -85,9 +153,9 @@ def further_head_spec(name: str, value: str | int | HeadSpec) -> HeadSpec:
     """Read the description of a further head by its name: "ova", "subspace", any other name for a vector of outputs.
 
     "ova" takes the forms of a classifier; "linear" is then bias-free as in OpenMatch. Vectors take "M"
-    (features - features - M, the projection of SSB and IOMatch), "linear(M)", "linear(M, no-bias)" or
-    "mlpN(H, M)"; in the last three M may be "features". A "predictor" foretells features, so its M must be that.
-    "subspace" has no size.
+    (features - features - M, the projection of SSB and IOMatch), "linear(M)", "linear(M, no-bias)",
+    "mlpN(H, M)" or "mlpN(H, M, gelu)"; in the last four M may be "features". A "predictor" foretells features, so
+    its M must be that. "subspace" has no size.
     """
     key = f"model.heads.{name}"
     if not name.isidentifier() or hasattr(nn.ModuleDict, name):
@@ -96,8 +164,14 @@ def further_head_spec(name: str, value: str | int | HeadSpec) -> HeadSpec:
         return value
     text = str(value)
     if name == "ova":
-        hidden = class_head_spec(text, key).hidden
-        return HeadSpec("ova", hidden, bias=bool(hidden))
+        spec = class_head_spec(text, key)
+        if spec.kind == "cosine":
+            raise UserError(f"{key}: a detector has no cosines; write 'linear' or 'mlpN(hidden)', not '{text}'")
+        return HeadSpec("ova", spec.hidden, bias=bool(spec.hidden))
+    if name == "novel":
+        if not (match := re.fullmatch(r"cosine\(([1-9]\d*)\)", text.replace(" ", ""))):
+            raise UserError(f"{key}: expected a row a novel class, 'cosine(5)' for five of them, not '{text}'")
+        return HeadSpec("cosine", outputs=int(match[1]))
     if name == "subspace":
         if text != "subspace":
             raise UserError(f"{key}: a subspace has one direction a class and no size to set; leave this key out")
@@ -117,11 +191,12 @@ def _vector_spec(text: str, key: str) -> HeadSpec:
         return HeadSpec("projection", None, int(words))
     if match := re.fullmatch(r"linear\(([1-9]\d*|features)(,no-bias)?\)", words):
         return HeadSpec("projection", (), _outputs(match[1]), bias=match[2] is None)
-    if match := re.fullmatch(r"mlp([2-9])\(([1-9]\d*),([1-9]\d*|features)\)", words):
-        return HeadSpec("projection", (int(match[2]),) * (int(match[1]) - 1), _outputs(match[3]))
+    if match := re.fullmatch(r"mlp([2-9])\(([1-9]\d*),([1-9]\d*|features)(,gelu)?\)", words):
+        hidden = (int(match[2]),) * (int(match[1]) - 1)
+        return HeadSpec("projection", hidden, _outputs(match[3]), gelu=match[4] is not None)
     raise UserError(
-        f"{key}: expected a number of outputs M, 'linear(M)' or 'mlpN(hidden, M)', not '{text}'; "
-        + nearest(text, _VECTOR_FORMS)
+        f"{key}: expected a number of outputs M, 'linear(M)', 'mlpN(hidden, M)' or 'mlpN(hidden, M, gelu)', "
+        f"not '{text}'; " + nearest(text, _VECTOR_FORMS)
     )
 
 
@@ -135,12 +210,15 @@ def build_head(spec: HeadSpec, *, features: int, classes: int, key: str) -> nn.M
     match spec.kind:
         case "linear" | "mlp":
             return _stack([features, *hidden, classes], spec.bias)
+        case "cosine":
+            return Cosine(features, spec.outputs if isinstance(spec.outputs, int) else classes, spec.temperature)
         case "ova":
             return OneVsAll(_stack([features, *hidden, 2 * classes], spec.bias), classes)
         case "projection":
             if spec.outputs is None:
                 raise UserError(f"{key}: a projection needs its number of outputs")
-            return _stack([features, *hidden, features if spec.outputs == "features" else spec.outputs], spec.bias)
+            outputs = features if spec.outputs == "features" else spec.outputs
+            return _stack([features, *hidden, outputs], spec.bias, spec.gelu)
         case "subspace":
             if classes > features:
                 raise UserError(
@@ -152,10 +230,11 @@ def build_head(spec: HeadSpec, *, features: int, classes: int, key: str) -> nn.M
             raise UserError(f"{key}: head kind '{kind}' is unknown; {nearest(kind, _KINDS)}")
 
 
-def _stack(sizes: Sequence[int], bias: bool) -> nn.Linear | nn.Sequential:
-    """Linear layers through `sizes` with ReLU between; a single one stays bare, for its `.weight`."""
-    layers: list[nn.Module] = [nn.Linear(sizes[0], sizes[1], bias)]
+def _stack(sizes: Sequence[int], bias: bool, gelu: bool = False) -> nn.Linear | nn.Sequential:
+    """Linear layers through `sizes` with ReLU or GELU between; a single one stays bare, for its `.weight`."""
+    linear = DinoLinear if gelu else nn.Linear
+    layers: list[nn.Module] = [linear(sizes[0], sizes[1], bias)]
     for wide, narrow in pairwise(sizes[1:]):
-        layers += [nn.ReLU(inplace=True), nn.Linear(wide, narrow, bias)]
+        layers += [nn.GELU() if gelu else nn.ReLU(inplace=True), linear(wide, narrow, bias)]
     first = layers[0]
     return first if len(layers) == 1 and isinstance(first, nn.Linear) else nn.Sequential(*layers)

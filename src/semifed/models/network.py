@@ -1,16 +1,36 @@
 """The network of a run: a backbone, a classifier and named further heads, initialised from one generator."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
 from semifed.errors import UserError, nearest
-from semifed.models.backbones import CNN, Backbone, ResNet8, WideResNet28, Width
+from semifed.models.backbones import (
+    CNN,
+    Adapter,
+    Backbone,
+    Normalisation,
+    ResNet8,
+    Setting,
+    WideResNet28,
+    Width,
+    ZeroLinear,
+)
 from semifed.models.batchnorm import BatchNorm
-from semifed.models.heads import HeadSpec, Subspace, build_head, class_head_spec, further_head_spec
+from semifed.models.efficientnet import EfficientNetLite0
+from semifed.models.heads import (
+    Cosine,
+    DinoLinear,
+    HeadSpec,
+    Subspace,
+    build_head,
+    class_head_spec,
+    further_head_spec,
+)
+from semifed.models.vit import VisionTransformer
 
 __all__ = ["MODELS", "HeadSpec", "Network", "Output", "build_network"]
 
@@ -38,7 +58,15 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Output:
         """Logits, features and the outputs of all further heads of images [n, channels, h, w]."""
-        features: Tensor = self.backbone(x)
+        return self.after_stem(self.stem(x))
+
+    def stem(self, x: Tensor) -> Tensor:
+        """What training never changes about images: maps [n, ...]."""
+        return self.backbone.frozen_part(x)
+
+    def after_stem(self, maps: Tensor) -> Output:
+        """All outputs, given what `stem` said of the images."""
+        features = self.backbone.trainable_part(maps)
         return Output(self.classifier(features), features, {name: head(features) for name, head in self.heads.items()})
 
 
@@ -63,10 +91,14 @@ def _uniform_fan_in(weight: Tensor, generator: torch.Generator) -> None:
 
 class _Family(NamedTuple):
     summary: str
-    backbone: Callable[[int, tuple[int, int], Width], Backbone]
+    backbone: Callable[[Setting], Backbone]
     conv: Initialiser
     linear: Initialiser
     zero_bias: bool
+    keys: tuple[str, ...] = ("width",)  # of [model], that shape its backbone
+
+
+_PRETRAINED_KEYS = ("weights", "input_size", "trainable")
 
 
 _FAMILIES = {
@@ -91,6 +123,29 @@ _FAMILIES = {
         _xavier_normal,
         zero_bias=True,
     ),
+    "adapter": _Family(
+        "raw pixels and a residual layer that starts as zero, width = its hidden units (default [256])",
+        Adapter,
+        _uniform_fan_in,
+        _uniform_fan_in,
+        zero_bias=False,
+    ),
+    "efficientnet-lite0": _Family(
+        "EfficientNet-Lite0 with ImageNet weights, frozen but its last stage; needs semifed[efficientnet]",
+        EfficientNetLite0,
+        _kaiming_fan_out,
+        _uniform_fan_in,
+        zero_bias=False,
+        keys=_PRETRAINED_KEYS,
+    ),
+    "vit": _Family(
+        "a ViT from weights of yours (DINO), frozen but its last block; needs semifed[vit], wants a GPU",
+        VisionTransformer,
+        _kaiming_fan_out,
+        _uniform_fan_in,
+        zero_bias=False,
+        keys=_PRETRAINED_KEYS,
+    ),
 }
 
 MODELS: dict[str, str] = {name: family.summary for name, family in _FAMILIES.items()}
@@ -105,11 +160,18 @@ def build_network(
     width: Width = None,
     head: str = "linear",
     further: Mapping[str, str | int | HeadSpec] | None = None,
+    weights: str | None = None,
+    input_size: int | None = None,
+    trainable: str | None = None,
+    normalised: Normalisation | None = None,
+    architecture: Mapping[str, Any] | None = None,
     generator: torch.Generator,
 ) -> Network:
-    """The network `name` for images [n, channels, *size], its weights drawn from the generator alone.
+    """The network `name` for images [n, channels, *size], its weights drawn from the generator alone, or pretrained.
 
-    `head` is "linear" or "mlpN(hidden)"; `further` names more heads (see `heads.further_head_spec`).
+    `head` is "linear", "cosine" or "mlpN(hidden)"; `further` names more heads (see `heads.further_head_spec`).
+    Pretrained networks must know how images are `normalised`, to normalise them in their own way. With an
+    `architecture` they come without their weights, which the caller must load.
     Backbone and classifier are drawn first and further heads in the order of their names, so that methods
     with different further heads start from the same classifier.
 
@@ -122,13 +184,18 @@ def build_network(
     if name not in _FAMILIES:
         raise UserError(f"model.name: '{name}' is unknown; {nearest(name, _FAMILIES)}")
     family = _FAMILIES[name]
+    setting = Setting(channels, size, width, weights, input_size, trainable, normalised, architecture)
+    for key in ("width", *_PRETRAINED_KEYS):
+        if key not in family.keys and getattr(setting, key) is not None:
+            others = ", ".join(f"model.{one}" for one in family.keys)
+            raise UserError(f"model.{key}: {name} has no such setting; it has {others}")
     if min(channels, classes, *size) < 1:
         raise ValueError(f"no network for {channels} channels, {size} pixels and {classes} classes")
     classifier_spec = class_head_spec(head, "model.head")
     specs = {key: further_head_spec(key, value) for key, value in sorted((further or {}).items())}
     # On the meta device PyTorch's own initialisation costs nothing and leaves the global random state alone.
     with torch.device("meta"):
-        backbone = family.backbone(channels, size, width)
+        backbone = family.backbone(setting)
         network = Network(
             backbone,
             build_head(classifier_spec, features=backbone.features, classes=classes, key="model.head"),
@@ -139,13 +206,22 @@ def build_network(
         )
     network.to_empty(device=generator.device)
     _initialise(network, family, generator)
+    if architecture is None:
+        backbone.load_pretrained()
     return network
 
 
 @torch.no_grad()
 def _initialise(network: Network, family: _Family, generator: torch.Generator) -> None:
+    read = set(network.backbone.modules()) if network.backbone.pretrained else set()
     for module in network.modules():
+        if module in read:
+            continue
         match module:
+            case Cosine() | DinoLinear():
+                module.reset(generator)
+            case BatchNorm() | Subspace() | ZeroLinear():
+                module.reset()
             case nn.Conv2d():
                 family.conv(module.weight, generator)
             case nn.Linear():
@@ -153,5 +229,3 @@ def _initialise(network: Network, family: _Family, generator: torch.Generator) -
                 if module.bias is not None:
                     bound = 0.0 if family.zero_bias else module.in_features**-0.5
                     init.uniform_(module.bias, -bound, bound, generator=generator)
-            case BatchNorm() | Subspace():
-                module.reset()

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SHORT = {
+    "clusters": "groups",
+    "all_balanced": "all\nbalanced",
+    "old_balanced": "old\nbalanced",
+    "new_balanced": "new\nbalanced",
     "auroc_seen": "AUROC\nseen",
     "auroc_overall": "AUROC\noverall",
     "fpr95_seen": "FPR95\nseen",
@@ -186,6 +190,8 @@ def reading_notes(comparison: Comparison, shown: Sequence[Column]) -> list[str]:
         "Metrics in percent after the last round; last 10: mean of the last ten tests."
         + (" Mean ± sample standard deviation over seeds." if several else "")
     ]
+    if "groups" in headings:
+        notes.append("all, old, new: images in the group of their class, of all, known and novel ones; groups: number.")
     if "gap closed" in headings:
         ends = {role: next(row.label for row in rows if row.role == role) for role in ("floor", "ceiling")}
         notes.append(
@@ -219,7 +225,7 @@ def _metric_columns(comparison: Comparison, metric: str) -> list[Column]:
     rows = comparison.rows
     last = [spread_text(metric, row.metrics.get(metric), len(row.seeds)) for row in rows]
     headline = metric == comparison.headline
-    rank = 1 if headline else {"auroc_seen": 2, "auroc_overall": 3, "old": 2, "new": 2}.get(metric, 7)
+    rank = 1 if headline else {"auroc_seen": 2, "auroc_overall": 3, "old": 2, "new": 2, "clusters": 1}.get(metric, 7)
     prefix, plain = split_metric(metric)
     heading = _SHORT.get(plain, plain.replace("auroc_unseen.", "AUROC\n"))
     if prefix:
@@ -337,7 +343,7 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     """Learning curves by metric: a chart for each block, all with the same axis; one group if there is one block."""
     labels = dict.fromkeys(row.label for row in comparison.rows)
     styles = {label: position for position, label in enumerate(labels)}
-    wanted = (comparison.headline, "old", "new", "auroc_seen", "auroc_overall")
+    wanted = (comparison.headline, "old", "new", "clusters", "auroc_seen", "auroc_overall")
     titles = {metric: metric_title(metric) for metric in wanted if metric in comparison.metrics} | OPINIONS
     panels = []
     for metric, title in titles.items():

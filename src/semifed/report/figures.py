@@ -80,6 +80,8 @@ def cloud_legend(cloud: Cloud, value: str) -> LegendEntry:
 
 def line_chart(series: Sequence[Series], description: str, *, percent: bool, beside: Sequence[Series] = ()) -> str:
     """Values against rounds, fractions in percent; the axis has room for the series of charts beside this one."""
+    from matplotlib.ticker import MaxNLocator
+
     scale = 100.0 if percent else 1.0
     longest = max(len(line.points) for line in series)
     with page_style():
@@ -94,6 +96,8 @@ def line_chart(series: Sequence[Series], description: str, *, percent: bool, bes
             axes.yaxis.set_major_formatter("{x:g} %")
         else:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+            if all(point.value is None or float(point.value).is_integer() for line in series for point in line.points):
+                axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, steps=_STEPS, min_n_ticks=1))
         return inline_svg(figure, description)
 
 

@@ -17,6 +17,24 @@ _MOST_POINTS = 2000  # of a scatter plot; rounds in between are left out of the 
 _CLASS_COLOURS = 7  # the eighth is the grey of unknown images
 _CLASS_MARKS = [mark for mark in MARKS if mark != "star"]
 _COMPARED = ("accuracy", "auroc_seen", "auroc_overall")
+_GATE = (
+    "The gate",
+    (
+        ("known images let through, of all known", "pass_known"),
+        ("unknown images let through, of all unknown", "pass_unknown"),
+        ("known, of all let through", "purity"),
+        ("right, of all pseudo-labels used", "accuracy"),
+    ),
+)
+_DISCOVERY_GATE = (
+    "Identified as of a known class",
+    (
+        ("known images identified, of all known", "pass_known"),
+        ("novel images identified by mistake, of all novel", "pass_unknown"),
+        ("known, of all identified", "purity"),
+        ("identified as the right class, of all identified", "accuracy"),
+    ),
+)
 
 
 class SmallTable(NamedTuple):
@@ -28,13 +46,8 @@ class SmallTable(NamedTuple):
 
 
 def gate_chart(run: Run) -> Chart | None:
-    """What the gate lets through, and how far that can be trusted."""
-    lines = [
-        ("known images let through, of all known", "pass_known"),
-        ("unknown images let through, of all unknown", "pass_unknown"),
-        ("known, of all let through", "purity"),
-        ("right, of all pseudo-labels used", "accuracy"),
-    ]
+    """What the gate lets through, and how far that can be trusted; in discovery, what is taken for a known class."""
+    title, lines = _DISCOVERY_GATE if run.discovers else _GATE
 
     def share(line: RoundLine, key: str) -> float | None:
         return line.pseudo.get(key) if key == "accuracy" else line.gate.get(key)
@@ -45,7 +58,7 @@ def gate_chart(run: Run) -> Chart | None:
     present = [(name, key) for name, key in lines if any(share(line, key) is not None for line in rounds)]
     if not present:
         return None
-    return round_chart("The gate", "shares in percent", present, rounds, share, percent=True, show=as_percent)
+    return round_chart(title, "shares in percent", present, rounds, share, percent=True, show=as_percent)
 
 
 def pivot_chart(run: Run) -> Chart | None:
@@ -71,34 +84,36 @@ def feature_map(run: Run) -> Chart | None:
     names = [str(name) for name in listed(features, "names")]
     members: dict[int, list[tuple[float, float]]] = {-1: []}
     for label, value in zip(listed(features, "class"), listed(features, "points"), strict=False):
-        if point := _pair(value):
+        if point := pair_of(value):
             members.setdefault(label if label in range(len(names)) else -1, []).append(point)
     unknown = Cloud("unknown classes", members.pop(-1), "series-8")
     clouds = [_class_cloud(label, names[label], members[label]) for label in sorted(members)]
     legends = [cloud for cloud in (*clouds, unknown) if cloud.points]
     if not legends:
         return None
-    centres = [(label, _pair(value)) for label, value in enumerate(listed(features, "pivots"))]
+    centres = [(label, pair_of(value)) for label, value in enumerate(listed(features, "pivots"))]
     stars = [_class_cloud(label, "", [centre])._replace(mark="star") for label, centre in centres if centre]
-    entries = [cloud_legend(cloud, _images(len(cloud.points))) for cloud in legends]
+    entries = [cloud_legend(cloud, image_words(len(cloud.points))) for cloud in legends]
     if stars:
         what = str(features.get("pivots_are") or "pivots of the method")
         entries.append(cloud_legend(Cloud(what, (), "ink", "star"), ""))
     described = ", ".join(f"{cloud.name} ({count(len(cloud.points))})" for cloud in legends)
     return Chart(
         "Test images",
-        _map_note(features),
+        map_note(features),
         # Unknown images first: they must not hide the classes.
         Markup(flat_map([unknown, *clouds], stars, f"Map of the features of {described}.")),
         entries,
     )
 
 
-def _images(number: int) -> str:
+def image_words(number: float) -> str:
+    """So many images."""
     return f"{count(number)} image{'' if number == 1 else 's'}"
 
 
-def _map_note(features: Mapping[str, Any]) -> str:
+def map_note(features: Mapping[str, Any]) -> str:
+    """What a map is a map of, and how much of it two axes show."""
     spaces = {"projection": "directions of the projection's outputs", "features": "inputs of the classifier"}
     explained = [finite(share) for share in listed(features, "explained")]
     known = math.fsum(share for share in explained if share is not None)
@@ -111,7 +126,7 @@ def _class_cloud(label: int, name: str, points: Sequence[tuple[float, float]]) -
     return Cloud(name, points, f"series-{label % _CLASS_COLOURS + 1}", mark)
 
 
-def _pair(value: object) -> tuple[float, float] | None:
+def pair_of(value: object) -> tuple[float, float] | None:
     """A point of the plane, None if it is no pair of numbers."""
     x, y = map(finite, value) if isinstance(value, list) and len(value) == 2 else (None, None)
     return None if x is None or y is None else (x, y)
@@ -263,10 +278,15 @@ def histograms(run: Run) -> list[Chart]:
 
 
 def _histogram(scores: Mapping[str, Any], title: str, axis: str) -> Chart | None:
-    edges = [finite(edge) for edge in scores.get("bins") or ()]
-    counts = {"known classes": scores.get("known") or ()}
+    counts = {"known classes": listed(scores, "known")}
     for name, numbers in (scores.get("sets") or {}).items():
         counts["seen unknowns" if name == "seen" else f"unseen set {name}"] = numbers
+    return score_histogram(listed(scores, "bins"), counts, title, axis)
+
+
+def score_histogram(bins: Sequence[Any], counts: Mapping[str, Sequence[Any]], title: str, axis: str) -> Chart | None:
+    """Shares of images over a score, an outline a set; None if no set has a number for each bin."""
+    edges = [finite(edge) for edge in bins]
     complete = {
         name: [finite(number) or 0.0 for number in numbers]
         for name, numbers in counts.items()
@@ -276,13 +296,13 @@ def _histogram(scores: Mapping[str, Any], title: str, axis: str) -> Chart | None
     if not complete or len(numbers) != len(edges):
         return None
     totals = {name: math.fsum(values) for name, values in complete.items()}
-    described = ", ".join(f"{name} ({count(total)} images)" for name, total in totals.items())
+    described = ", ".join(f"{name} ({image_words(total)})" for name, total in totals.items())
     return Chart(
         title,
         "share of each set in percent; the scale is stretched near 0 so that small shares are seen",
         Markup(histogram(numbers, complete, f"Histograms of the {axis}: {described}.", axis=axis)),
         [
-            legend(Series(name, (), position), f"{count(total)} images")
+            legend(Series(name, (), position), image_words(total))
             for position, (name, total) in enumerate(totals.items())
         ],
     )

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from semifed.errors import UserError
 from semifed.report import openset
 from semifed.report.charts import pseudo_charts, round_chart, three_digits
+from semifed.report.discovery import CONCEPTS, discovery_section, true_classes
 from semifed.report.figures import Chart
 from semifed.report.html import render, write_page
 from semifed.report.opinions import opinion_charts
@@ -84,6 +85,8 @@ def report_page(run: Run) -> str:
         best=_best_words(run),
         curves=_curves(run),
         last_rounds=_last_rounds(run),
+        discovers=run.discovers,
+        discovery=discovery_section(run),
         model_charts=openset.model_charts(run),
         steadiness=openset.steadiness(run),
         pseudo_charts=pseudo_charts(run),
@@ -130,9 +133,14 @@ def _key_figures(run: Run) -> list[KeyFigure]:
         ]
         figures += [
             KeyFigure(metric_title(metric), metric_value(metric, run.metrics.get(metric)), "%", at)
-            for metric in ("old", "new", "auroc_seen", "auroc_overall")
+            for metric in (("old", "new") if run.discovers else ("auroc_seen", "auroc_overall"))
             if metric in run.metrics
         ]
+        if "clusters" in run.metrics:
+            classes = true_classes(run)
+            note = at if classes is None else f"for {count(classes)} true classes"
+            found = metric_value("clusters", run.metrics["clusters"])
+            figures.append(KeyFigure(metric_title("clusters"), found, "", note))
     seconds = run.total("seconds")
     speed = finite(run.summary.get("images_per_second"))
     images = run.total("images")
@@ -154,7 +162,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 def _best_words(run: Run) -> str:
     best = run.summary.get("best") or {}
     metric, value, at = str(best.get("metric") or ""), finite(best.get("value")), finite(best.get("round"))
-    if not metric or value is None or at is None:
+    if metric != headline_metric(run.metrics or (metric,)) or value is None or at is None:
         return ""
     unit = " %" if is_fraction(metric) else ""
     return f"{metric_title(metric)} {metric_value(metric, value)}{unit} after round {at:.0f}"
@@ -162,6 +170,7 @@ def _best_words(run: Run) -> str:
 
 def _curves(run: Run) -> list[Chart]:
     metrics = _plain({metric for line in run.evaluated for metric in line.metrics})
+    classes = true_classes(run)
     families: dict[str, list[str]] = {}
     for metric in metrics:
         families.setdefault(_family(metric), []).append(metric)
@@ -174,10 +183,11 @@ def _curves(run: Run) -> list[Chart]:
             lambda line, metric: line.metrics.get(metric),
             percent=is_fraction(members[0]),
             show=metric_value,
+            room_for=[float(classes)] if members == ["clusters"] and classes else (),
         )
         for title, members in families.items()
     ]
-    terms = list(dict.fromkeys(term for line in run.rounds for term in line.loss))
+    terms = list(dict.fromkeys(term for line in run.rounds for term in line.loss if term != CONCEPTS))
     trained = [line for line in run.rounds if line.loss]
     if terms:
         charts.append(
@@ -200,8 +210,10 @@ def _plain(metrics: Iterable[str]) -> list[str]:
 
 
 def _family(metric: str) -> str:
-    if metric in ("accuracy", "all", "old", "new"):
-        return "Accuracy"
+    if metric in ("all", "old", "new"):
+        return "Accuracy of the groups"
+    if metric.endswith("_balanced"):
+        return "Balanced accuracy of the groups"
     if metric.startswith("auroc"):
         return "AUROC of the unknown score"
     if metric.startswith(("fpr", "aupr", "oscr")) or metric in ("nmi", "ari"):
@@ -213,7 +225,7 @@ def _line_name(metric: str, members: Sequence[str]) -> str:
     if len(members) == 1:
         return metric_title(metric)
     title = metric_title(metric)
-    for start in ("AUROC, ", "Accuracy, "):
+    for start in ("AUROC, ", "Accuracy, ", "Balanced accuracy, "):
         title = title.removeprefix(start)
     return title
 
@@ -221,7 +233,7 @@ def _line_name(metric: str, members: Sequence[str]) -> str:
 def _family_note(members: Sequence[str]) -> str:
     if members[0].startswith("auroc"):
         return metric_meaning("auroc_seen") if "auroc_seen" in members else metric_meaning("auroc_overall")
-    return metric_meaning(members[0]) if len(members) == 1 or members[0] in ("accuracy", "all") else ""
+    return metric_meaning(members[0]) if len(members) == 1 or members[0] in ("all", "all_balanced") else ""
 
 
 def _last_rounds(run: Run) -> dict[str, Any]:

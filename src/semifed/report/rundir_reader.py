@@ -1,5 +1,6 @@
 """Run directories as typed records: what was asked for, what happened each round, how it ended."""
 
+import io
 import json
 import math
 import os
@@ -63,6 +64,8 @@ class Run:
     partition: Mapping[str, Any] = field(default_factory=dict)
     scores: Mapping[str, Any] = field(default_factory=dict)
     features: Mapping[str, Any] = field(default_factory=dict)
+    discovery: Mapping[str, Any] = field(default_factory=dict)
+    damaged: str = ""  # what is wrong with `discovery.json`, which the rest of a report does well without
 
     @property
     def method(self) -> str:
@@ -109,6 +112,11 @@ class Run:
         if stored:
             return values(stored)
         return self.evaluated[-1].metrics if self.evaluated else {}
+
+    @property
+    def discovers(self) -> bool:
+        """Whether it was tested for groups among known and novel classes."""
+        return "all" in self.metrics
 
     @cached_property
     def metrics_last10(self) -> Values:
@@ -165,6 +173,7 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: no such directory; expected a run directory written by `semifed run`")
     if not any((path / name).is_file() for name in ("recipe.toml", "rounds.jsonl", "summary.json")):
         raise UserError(f"{path}: not a run directory; expected recipe.toml, rounds.jsonl or summary.json in it")
+    discovery, damaged = _read_if_whole(path / "discovery.json")
     return Run(
         path=path,
         recipe=_read_recipe(path / "recipe.toml"),
@@ -173,7 +182,22 @@ def read_run(path: Path) -> Run:
         partition=_read_json(path / "partition.json"),
         scores=_read_json(path / "scores.json"),
         features=_read_json(path / "features.json"),
+        discovery=discovery,
+        damaged=damaged,
     )
+
+
+def read_strip(run: Run, group: int) -> bytes | None:
+    """The PNG of a group's most typical images; None if there is none, or if it is damaged."""
+    from PIL import Image
+
+    try:
+        content = (run.path / "groups" / f"{group:02}.png").read_bytes()
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            image.load()
+    except (OSError, SyntaxError, ValueError):  # what Pillow raises depends on where a file is damaged
+        return None
+    return content
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -229,6 +253,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
+
+
+def _read_if_whole(path: Path) -> tuple[dict[str, Any], str]:
+    """The JSON object, or an empty one and what is wrong with the file."""
+    try:
+        return _read_json(path), ""
+    except UserError as error:
+        return {}, str(error).replace(str(path), path.name)
 
 
 def _read_rounds(path: Path) -> list[RoundLine]:

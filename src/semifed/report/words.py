@@ -1,6 +1,6 @@
 """Numbers, metrics and scenarios in the words a reader outside the project understands."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from semifed.report.rundir_reader import Run, finite
@@ -24,22 +24,40 @@ _METRIC_WORDS = {
         "OSCR, seen unknowns",
         "known images in the right class and accepted, against unknown ones accepted, over all thresholds",
     ),
-    "all": ("Accuracy, all classes", "images in the right class or group, best matching of groups to classes"),
-    "old": ("Accuracy, known classes", "the same, over the classes that have labels"),
-    "new": ("Accuracy, novel classes", "the same, over the classes nobody has labelled"),
-    "clusters": ("Groups", "number of groups the model uses"),
-    "nmi": ("NMI", "normalised mutual information of groups and classes"),
-    "ari": ("ARI", "adjusted Rand index of groups and classes"),
+    "all": (
+        "Accuracy, all classes",
+        "images in the group that stands for their class, by the best one-to-one match of groups with classes",
+    ),
+    "old": ("Accuracy, known classes", "the same, by the same match, over images of the classes that have labels"),
+    "new": ("Accuracy, novel classes", "the same, by the same match, over images of the classes nobody has labelled"),
+    "clusters": ("Groups found", "number of groups that hold an image; the best number is that of the true classes"),
+    "all_balanced": (
+        "Balanced accuracy, all classes",
+        "mean over classes, so that small ones count as much as large ones",
+    ),
+    "old_balanced": ("Balanced accuracy, known classes", "mean over the classes that have labels"),
+    "new_balanced": ("Balanced accuracy, novel classes", "mean over the classes nobody has labelled"),
+    "nmi": (
+        "NMI",
+        "normalised mutual information: how much of the classes the groups tell; 0 is nothing, 100 is everything",
+    ),
+    "ari": (
+        "ARI",
+        "adjusted Rand index: pairs of images that are rightly together or apart; 0 is chance, 100 is perfect",
+    ),
 }
 _BESIDE_WORDS = {
     "current": "model in training",
     "msp": "highest probability, MSP",
     "energy": "energy",
+    "infomap": "Infomap",
+    "kmeans": "k-means told the true number of classes",
+    "plus": "with labelled images, FedLPA+",
 }
-MAIN_METRICS = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall")
+MAIN_METRICS = ("all", "old", "new", "clusters", "accuracy", "auroc_seen", "auroc_overall")
 _FRACTION_PREFIXES = ("accuracy", "auroc", "fpr", "aupr", "oscr")
-_FRACTIONS = frozenset({"all", "old", "new", "nmi", "ari"})
-_METRIC_ORDER = ("accuracy", "all", "old", "new", "auroc_seen", "auroc_overall", "auroc_unseen")
+_FRACTIONS = frozenset({"all", "old", "new", "all_balanced", "old_balanced", "new_balanced", "nmi", "ari"})
+_METRIC_ORDER = (*MAIN_METRICS, "auroc_unseen")
 
 
 def is_fraction(metric: str) -> bool:
@@ -91,18 +109,20 @@ def in_reading_order(metrics: Iterable[str]) -> list[str]:
     """Metrics with the headline ones first and those nobody documented last."""
     documented = list(_METRIC_WORDS)
 
-    def rank(metric: str) -> tuple[int, int, str]:
+    def place(order: Sequence[str], name: str) -> int:
+        return order.index(name) if name in order else len(order)
+
+    def rank(metric: str) -> tuple[int, int, str, int, str]:
+        prefix, plain = split_metric(metric)
         family = metric.partition(".")[0]
-        headline = _METRIC_ORDER.index(family) if family in _METRIC_ORDER else len(_METRIC_ORDER)
-        return headline, documented.index(metric) if metric in documented else len(documented), metric
+        return place(_METRIC_ORDER, family), place(documented, metric), prefix, place(documented, plain), metric
 
     return sorted(set(metrics), key=rank)
 
 
 def headline_metric(metrics: Iterable[str]) -> str:
     """The metric runs are ranked by: accuracy, or accuracy over all classes where novel ones are grouped."""
-    present = set(metrics)
-    return "all" if "all" in present and "accuracy" not in present else "accuracy"
+    return "all" if "all" in set(metrics) else "accuracy"
 
 
 def count(value: float | None) -> str:

@@ -1,0 +1,56 @@
+"""Groups among images nobody has named: what a delivered model is asked for at the end."""
+
+import torch
+from torch import Tensor
+
+from semifed.discovery.concepts import FEWEST_NEIGHBOURS, MOST_NEIGHBOURS, discover_concepts
+from semifed.discovery.gallery import Gallery
+from semifed.discovery.guided import GraphSettings, guided_concepts
+from semifed.discovery.objectives import unit
+from semifed.discovery.semi_kmeans import semi_supervised_kmeans
+
+TRIALS = 5  # of Infomap: one would do while training, the last word deserves more
+SHARE_OF_CLASS = 0.25  # neighbours, of the largest a class can be where all images are of known classes
+
+
+def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bool) -> Tensor:
+    """Infomap's groups [n] of the images alone (FedLPA), or of a graph that is told the labels (FedLPA+)."""
+    neighbours = settings.neighbours or neighbours_among(gallery)
+    generator = torch.Generator().manual_seed(gallery.seed)
+    if with_labels and len(gallery.labels):
+        guided = guided_concepts(
+            gallery.labelled, gallery.labels, gallery.images, settings, neighbours, generator=generator, trials=TRIALS
+        )
+        return guided.concepts.member[len(gallery.labels) :]
+    return discover_concepts(
+        gallery.images.features,
+        torch.full((len(gallery.images.features),), -1),
+        neighbours=neighbours,
+        least_similarity=settings.least_similarity,
+        rule="none",
+        partners=0,
+        outliers="nearest",
+        generator=generator,
+        trials=TRIALS,
+    ).member
+
+
+def kmeans_clusters(gallery: Gallery, clusters: int) -> Tensor:
+    """GCD's groups [n]: semi-supervised k-means on unit features, which must be told how many groups there are."""
+    return semi_supervised_kmeans(
+        unit(gallery.images.features),
+        unit(gallery.labelled.features),
+        gallery.labels,
+        clusters,
+        generator=torch.Generator().manual_seed(gallery.seed),
+    ).member
+
+
+def neighbours_among(gallery: Gallery) -> int:
+    """k of a graph over all images: a share of the mean size of the known classes, if there were no others.
+
+    A client's k follows from its labels; here nobody knows how many images a class has, only that there are more
+    classes than the model can name.
+    """
+    images, classes = len(gallery.images.features), gallery.images.logits.shape[1]
+    return max(FEWEST_NEIGHBOURS, min(MOST_NEIGHBOURS, int(SHARE_OF_CLASS * images / classes)))

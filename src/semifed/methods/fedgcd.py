@@ -1,0 +1,63 @@
+"""FedAvg + GCD: contrastive learning at the clients, semi-supervised k-means at the end.
+
+Vaze et al., Generalized Category Discovery, CVPR 2022, trained by federated averaging.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from semifed.data.client import Batch
+from semifed.discovery.gallery import Gallery
+from semifed.discovery.inference import kmeans_clusters
+from semifed.discovery.objectives import (
+    ONLY_NOVEL,
+    PROJECTION,
+    classify_frozen_features,
+    contrast,
+    equal_mean,
+    two_views,
+)
+from semifed.fit import Course, Fitted, Loss
+from semifed.method import Method, Share, Temperature
+from semifed.net import Net
+from semifed.payloads import Down, Local, Nothing, Server, Up
+from semifed.server import ServerSite
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedGCD(Method[Server, Down, Up]):
+    """Views of one image and of one class attract each other; groups are found by k-means, which is told how many."""
+
+    title: ClassVar[str] = "contrast at the clients, then k-means that is told the number of classes"
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
+    heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
+
+    unsupervised_share: Share = 0.65  # 1 - GCD's weight of the supervised contrast
+    supervised_temperature: Temperature = 0.07
+    unsupervised_temperature: Temperature = 1.0
+    novel: Annotated[int, Field(ge=0)] = 5  # classes beside the known ones; it cannot do without
+
+    def train(self, net: Net, local: Local[Nothing, Nothing], course: Course) -> Fitted:
+        fitted = course.follow(net, local.data, self.loss, local.const)
+        if not len(local.data.labelled):
+            return fitted
+        # GCD has no classifier. This one moves nothing else, and tells how well known classes can be named.
+        return fitted.then(classify_frozen_features(net, local.data, course))
+
+    def loss(self, net: Net, batch: Batch, const: Nothing) -> Loss:
+        apart = contrast(two_views(net, batch), self.supervised_temperature, self.unsupervised_temperature)
+        share = self.unsupervised_share
+        return Loss(
+            share * apart.unsupervised + (1 - share) * apart.supervised,
+            {"contrast": apart.unsupervised, "supervised_contrast": apart.supervised},
+        )
+
+    def aggregate(self, server: Server, ups: Sequence[Up], site: ServerSite) -> Server:
+        return equal_mean(server, ups, site)
+
+    def clusters(self, gallery: Gallery) -> Tensor:
+        return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)

@@ -1,0 +1,158 @@
+"""FedLPA: clients discover concepts in their own images and align predictions with how often they found each.
+
+Local Prior Alignment for Heterogeneous Federated Generalized Category Discovery, NeurIPS 2025. Equations (5)-(8) are
+known from the appendix alone; what had to be reconstructed is an option, argued in the card.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from semifed.data.client import Batch, ClientData
+from semifed.discovery.concepts import Concepts
+from semifed.discovery.gallery import Gallery
+from semifed.discovery.guided import GraphSettings, local_concepts, true_concepts, true_members
+from semifed.discovery.inference import graph_clusters
+from semifed.discovery.objectives import (
+    ONLY_NOVEL,
+    PROJECTION,
+    classify_frozen_features,
+    contrast,
+    equal_mean,
+    prior_alignment,
+    self_distillation,
+    sharpening,
+    smoothed_prior,
+    two_views,
+    unit,
+)
+from semifed.fit import Course, Fitted, Loss
+from semifed.losses import cross_entropy, mean
+from semifed.method import AtLeastOne, Method, NonNegative, Share, Temperature
+from semifed.net import Net
+from semifed.payloads import Down, Local, Server, Up, Visit
+from semifed.server import ServerSite
+
+Rounds = Annotated[int, Field(ge=0)]
+
+
+class Found(NamedTuple):
+    """What a client discovered among its images; it never leaves the client."""
+
+    member: Tensor  # [unlabelled], concept of each image; -1: none
+    prior_member: Tensor  # [unlabelled], the same unless an oracle tells
+    prototypes: Tensor  # [concepts, features], unit rows, fixed until the next refresh
+    round: Tensor  # of the refresh; 0: nothing found yet
+
+
+class Const(NamedTuple):
+    """What the loss reads."""
+
+    found: Found
+    warming: bool
+    sharpening: float  # student's over teacher's temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPA(Method[Server, Down, Up, Const, Found]):
+    """Contrastive warm-up, then self-distillation over local concepts whose batch prior it must meet."""
+
+    title: ClassVar[str] = "local concepts by Infomap, and predictions aligned with their local prior"
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
+    heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
+
+    warmup_rounds: Rounds = 20
+    unsupervised_share: Share = 0.65  # lambda
+    percentile: Annotated[float, Field(ge=0, le=100)] = 50.0  # P
+    bandwidth: Share = 0.0  # of the density of confidences; 0: Scott's rule
+    refresh: Annotated[int, Field(ge=1)] = 1  # R, rounds
+    prior_weight: NonNegative = 0.5  # epsilon
+    divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"
+    smoothing: NonNegative = 0.5  # delta
+    prior: Literal["concepts", "uniform", "true"] = "concepts"  # uniform: SimGCD's assumption; true: an oracle
+    concepts: Literal["found", "true"] = "found"  # true: an oracle
+    refine: Literal["clique", "reweight", "cut", "none"] = "clique"
+    partners: Annotated[int, Field(ge=0)] = 20  # links a node gains within its class, "clique" alone
+    neighbours: Annotated[int, Field(ge=0)] = 0  # k; 0: from the size of the labelled classes
+    least_similarity: Share = 0.5  # tau_f
+    labelled_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a class's images: labelled ones tell its size
+    outliers: Literal["nearest", "none"] = "nearest"
+    student_temperature: Temperature = 0.1
+    teacher_temperature: Temperature = 0.04
+    first_teacher_temperature: Temperature = 0.07
+    teacher_rounds: AtLeastOne = 30.0  # from the first to the last temperature
+    supervised_temperature: Temperature = 0.07
+    unsupervised_temperature: Temperature = 1.0
+    inference: Literal["graph", "graph+labels"] = "graph"  # with the server's labelled images: FedLPA+
+
+    def opens_classes(self) -> bool:
+        return "true" in (self.prior, self.concepts)
+
+    @property
+    def graph(self) -> GraphSettings:
+        """How a graph is made of images."""
+        return GraphSettings(
+            self.percentile, self.bandwidth, self.refine, self.partners, self.neighbours, self.least_similarity
+        )
+
+    def prepare(self, net: Net, down: Down, data: ClientData, kept: Found | None, visit: Visit) -> Local[Const, Found]:
+        nothing = torch.empty(0, dtype=torch.int64)
+        found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0))
+        warming, pseudo = visit.round <= self.warmup_rounds, None
+        # A client that missed its turn refreshes when it is back.
+        if not warming and (int(found.round) == 0 or visit.round - int(found.round) >= self.refresh):
+            concepts, pseudo = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
+            if self.concepts == "true":
+                concepts = true_concepts(net, data)
+            found = Found(*self._members(concepts, data), concepts.prototypes, torch.tensor(visit.round))
+        temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
+        factor = sharpening(max(visit.round - self.warmup_rounds, 1), self.teacher_rounds, *temperatures)
+        return Local(data, Const(found, warming, factor), found, pseudo)
+
+    def _members(self, concepts: Concepts, data: ClientData) -> tuple[Tensor, Tensor]:
+        member = concepts.member[len(data.labelled) :]
+        told = data.classes if self.prior == "true" else None
+        return member, member if told is None else true_members(member, told)
+
+    def train(self, net: Net, local: Local[Const, Found], course: Course) -> Fitted:
+        fitted = course.follow(net, local.data, self.loss, local.const)
+        if not local.const.warming or not len(local.data.labelled):
+            return fitted
+        return fitted.then(classify_frozen_features(net, local.data, course))
+
+    def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
+        seen = two_views(net, batch)
+        apart = contrast(seen, self.supervised_temperature, self.unsupervised_temperature)  # Eqs. (5), (6)
+        share = self.unsupervised_share
+        terms = {"contrast": apart.unsupervised, "supervised_contrast": apart.supervised}
+        if const.warming:
+            return Loss(share * apart.unsupervised + (1 - share) * apart.supervised, terms)
+        named = mean(cross_entropy(seen.labelled.logits, seen.labels))
+        alike, aligned = self._alignment(seen.unlabelled.features, batch.unlabelled.position, const)
+        unsupervised = alike + self.prior_weight * aligned + apart.unsupervised
+        value = share * unsupervised + (1 - share) * (named + apart.supervised)  # Eq. (8)
+        terms |= {"supervised": named, "distillation": alike, "prior": aligned}
+        return Loss(value, terms, measured={"concepts": torch.tensor([float(len(const.found.prototypes))])})
+
+    def _alignment(self, features: Tensor, position: Tensor, const: Const) -> tuple[Tensor, Tensor]:
+        """L_SD and D(p̄, π) of Eq. (7); both 0 where fewer than two concepts leave nothing to tell apart."""
+        found = const.found
+        member, prior_member = found.member[position], found.prior_member[position]
+        inside = (member >= 0) & (prior_member >= 0)
+        count = len(found.prototypes)
+        if count < 2 or not inside.any():
+            return torch.zeros(()), torch.zeros(())
+        logits = unit(features[inside.repeat(2)]) @ found.prototypes.T / self.student_temperature
+        prior = smoothed_prior(prior_member[inside], count, self.smoothing)
+        prior = torch.full((count,), 1 / count) if self.prior == "uniform" else prior
+        return mean(self_distillation(logits, const.sharpening)), prior_alignment(logits, prior, self.divergence)
+
+    def aggregate(self, server: Server, ups: Sequence[Up], site: ServerSite) -> Server:
+        return equal_mean(server, ups, site)
+
+    def clusters(self, gallery: Gallery) -> Tensor:
+        return graph_clusters(gallery, self.graph, with_labels=self.inference == "graph+labels")
