@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from semifed.assembly import build_workplace
 from semifed.client_round import Task, client_round
 from semifed.errors import UserError
 from semifed.fit import Loss, Optimiser, fit
@@ -363,3 +364,26 @@ def test_training_leaves_kept_stems_true(net: Net) -> None:
     stepped(net)
     again = StemCache(net.stem, 10**9).maps(positions, views_of(positions, []))
     assert torch.equal(before, again)
+
+
+def test_plain_images_of_a_client_pass_the_stem_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = toy_parts(toy_recipe("fedlpa", "clients", {"model": LITE}))
+    net, data = build_workplace(parts.recipe, (1, 8, 8), 3, TOY).net, parts.scenario.client(1)
+    passed: list[int] = []
+    assert net.stems is not None
+    stem = net.stems._stem
+    monkeypatch.setattr(net.stems, "_stem", lambda images: (passed.append(len(images)), stem(images))[1])
+    first = data.plain_outputs(net)
+    assert sum(passed) == len(data.unlabelled)
+    again = data.plain_outputs(net)
+    assert sum(passed) == len(data.unlabelled), "the second look costs no pass"
+    assert torch.equal(first.features, again.features)
+    whole = net(data.views.plain(data.images[data.unlabelled]))
+    torch.testing.assert_close(first.features, whole.features, rtol=1e-3, atol=1e-4)
+    nobody = data._replace(labelled=data.labelled[:0])
+    assert nobody.labelled_outputs(net).features.shape == (0, first.features.shape[1])
+
+
+def test_a_network_that_learns_as_a_whole_keeps_no_stems() -> None:
+    parts = toy_parts(toy_recipe("fedlpa", "clients"))
+    assert place_of(parts).net.stems is None

@@ -9,7 +9,10 @@ from torch.func import functional_call
 
 from semifed.models.batchnorm import BatchNorm, frozen_names, recalibrate, set_batchnorm
 from semifed.models.network import Network, Output
+from semifed.models.stem_cache import StemCache
 from semifed.wire import Weights
+
+STEM_BYTES = 2**29  # of frozen maps that a process keeps; images beyond are computed again
 
 
 class Net:
@@ -24,6 +27,7 @@ class Net:
         self._frozen = frozen_names(network)
         self._batchnorm = [name for name in self.state_names() if name.rpartition(".")[0] in normalising]
         self._buffers = {name for name, _ in network.named_buffers()} - self._frozen
+        self.stems = StemCache(self.stem, STEM_BYTES) if self._frozen else None
 
     def __call__(self, images: Tensor) -> Output:
         """Logits, features and further heads of a batch of normalised images."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semifed.data.views import Views
 from semifed.models.network import Output
+from semifed.models.stem_cache import StemCache
 from semifed.rng import Key, torch_stream
 
 SMALLEST_TAIL = 8  # a shorter last batch of an epoch is dropped: its batch statistics would be noise
@@ -33,7 +34,7 @@ class ClientData(NamedTuple):
 
     def plain_outputs(self, net: "Classifies") -> Output:
         """What the network says of all unlabelled images, un-augmented."""
-        return outputs_of(net, self.images, self.unlabelled, self.views.plain)
+        return self._plain(net, self.unlabelled)
 
     def weak_outputs(self, net: "Classifies", generator: torch.Generator) -> Output:
         """What the network says of one weak view of each unlabelled image."""
@@ -41,7 +42,29 @@ class ClientData(NamedTuple):
 
     def labelled_outputs(self, net: "Classifies") -> Output:
         """What the network says of all labelled images, un-augmented."""
-        return outputs_of(net, self.images, self.labelled, self.views.plain)
+        return self._plain(net, self.labelled)
+
+    def _plain(self, net: "Classifies", positions: Tensor) -> Output:
+        # Un-augmented images are looked at in every round, and what a frozen stem says of them never changes.
+        stems: StemCache | None = getattr(net, "stems", None)
+        if stems is None or not len(positions):
+            return outputs_of(net, self.images, positions, self.views.plain)
+        learnt: KeepsStems = net  # type: ignore[assignment]
+        return outputs_of(
+            lambda chunk: learnt.after_stem(
+                stems.maps(chunk, lambda places: self.views.plain(self.images[chunk[places]]))
+            ),
+            torch.arange(len(self.images)),
+            positions,
+            lambda chunk: chunk,
+        )
+
+
+class KeepsStems(Protocol):
+    """A network with a frozen part."""
+
+    def after_stem(self, maps: Tensor, /) -> Output:
+        """What the rest makes of what the frozen part says."""
 
 
 class Classifies(Protocol):
