@@ -8,9 +8,11 @@ from semifed.data.client import Budget
 from semifed.data.datasets import load
 from semifed.data.scenario import Scenario, build_scenario
 from semifed.data.views import Views
+from semifed.discovery.communities import infomap_class
 from semifed.errors import UserError, nearest
 from semifed.evaluate import Evaluator
 from semifed.fit import Optimiser
+from semifed.method import Method
 from semifed.methods import AnyMethod, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
@@ -108,6 +110,8 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
         discover=tests.discover,
         discover_images=tests.discover_images,
     )
+    if type(parts.method).clusters is not Method.clusters:
+        infomap_class()
     normalised = Normalisation(scenario.views.mean, scenario.views.std)
     net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known), normalised)
     for view in (scenario.views.weak, scenario.views.strong):

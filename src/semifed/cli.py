@@ -162,6 +162,36 @@ def predict(
 
 
 @app.command()
+def discover(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run of a method of category discovery.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE_OR_FOLDER...", help="What to sort into groups.")],
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every image with its group.")] = None,
+    sheets: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a picture of every group.")] = None,
+) -> None:
+    """Sort images into groups, also those of classes nobody has named."""
+    from semifed.discover import described, discovered, write_members
+    from semifed.predict import images_of, load_model
+
+    members = discovered(load_model(run), images_of(images), sheets)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("group", "images", "confidence"):
+        table.add_column(title, justify="right")
+    table.add_column("looks most like", overflow="fold")
+    for group in described(members):
+        like = f"{group.looks_like} ({group.share:.0%})"
+        table.add_row(str(group.number), str(group.images), f"{group.confidence:.2f}", Text(like))
+    _terminal().print(table, highlight=False, markup=False)
+    if alone := sum(member.group < 0 for member in members):
+        _say(f"in no group: {alone}")
+    _say("A group of low confidence is likely to be a class without a name.")
+    if csv is not None:
+        write_members(members, csv)
+    for path in (csv, sheets):
+        if path is not None:
+            _say(f"written: {path}")
+
+
+@app.command()
 def partition(
     recipe: RecipeName,
     overrides: Overrides = None,

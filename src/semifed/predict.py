@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from semifed.complaint import complaint
+from semifed.data.client import outputs_of
 from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
 from semifed.data.views import Views
+from semifed.discovery.gallery import Gallery
 from semifed.errors import UserError
-from semifed.methods import AnyMethod, method_class
+from semifed.method import Method
+from semifed.methods import AnyMethod, method_class, method_names
 from semifed.models.backbones import Normalisation
-from semifed.models.network import build_network
+from semifed.models.network import Output, build_network
 from semifed.net import Net
 from semifed.recipe import ModelTable
 
@@ -77,8 +80,8 @@ class Model:
         """One for each image file, in their order; a few are in memory at a time."""
         for start in range(0, len(paths), BATCH):
             some = paths[start : start + BATCH]
-            images = torch.from_numpy(np.stack([self._pixels(path) for path in some]))
-            yield from (Answer(path, *said) for path, said in zip(some, self.said_of(images), strict=True))
+            said = self.said_of(self.pixels(some))
+            yield from (Answer(path, *answer) for path, answer in zip(some, said, strict=True))
 
     @torch.no_grad()
     def said_of(self, images: Tensor) -> list[tuple[str, float, float]]:
@@ -93,6 +96,25 @@ class Model:
             for index, score in zip(label.tolist(), scores, strict=True)
         ]
         return list(zip(names, confidence.tolist(), scores, strict=True))
+
+    @torch.no_grad()
+    def groups(self, images: Tensor) -> Tensor:
+        """Which of them belong together, [n], whether their class has a name or not; -1 for those in no group."""
+        if type(self._method).clusters is Method.clusters:
+            finders = ", ".join(name for name in method_names() if method_class(name).clusters is not Method.clusters)
+            raise UserError(f"{self.method_name} looks for no groups; train one of: {finders}")
+        said = outputs_of(self._net, images, torch.arange(len(images)), self._views.plain, BATCH)
+        nobody = Output(said.logits[:0], said.features[:0], {name: part[:0] for name, part in said.heads.items()})
+        return self._method.clusters(Gallery(said, nobody, torch.empty(0, dtype=torch.int64), seed=1))
+
+    @property
+    def method_name(self) -> str:
+        """What it was trained by."""
+        return str(self._description.method["name"])
+
+    def pixels(self, paths: Sequence[Path]) -> Tensor:
+        """The images of files, in the model's size, uint8 [n, c, h, w]."""
+        return torch.from_numpy(np.stack([self._pixels(path) for path in paths]))
 
     def _pixels(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return read_image(path, self._description.image.size, grey=self._description.image.channels == 1)

@@ -27,7 +27,7 @@ def communities(links: Links, nodes: int, *, seed: int, trials: int = 1) -> Tens
     real = links.weight > 0
     if not real.any():
         return member
-    walk = _infomap()(two_level=True, directed=True, silent=True, seed=1 + seed % SEEDS, num_trials=trials)
+    walk = infomap_class()(two_level=True, directed=True, silent=True, seed=1 + seed % SEEDS, num_trials=trials)
     walk.add_links(torch.stack([part[real].double() for part in links], dim=1).numpy())
     module = walk.run().modules()
     linked = torch.tensor(sorted(module))
@@ -40,7 +40,8 @@ def _by_first_member(module: Tensor) -> Tensor:
     return torch.from_numpy(first.argsort().argsort()[which])
 
 
-def _infomap() -> "type[Infomap]":
+def infomap_class() -> "type[Infomap]":
+    """Infomap, or a `UserError` that says how to install it."""
     # A process that loads faiss after infomap crashes in the first run of either. Nothing here needs faiss, but
     # whoever uses both finds it loaded in time, unless infomap was there before.
     if "infomap" not in sys.modules:

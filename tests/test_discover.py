@@ -1,0 +1,89 @@
+"""`semifed discover` on real digits written as image files."""
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from command import semifed
+from semifed.assembly import prepare_run
+from semifed.metrics import hungarian_accuracy
+from semifed.recipe_file import load_recipe
+from semifed.run import execute
+from toys import Quiet
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "pixels"
+    recipe = load_recipe("discovery/digits-mini", ["method=untrained", "rounds=1", "engine.workers=1"])
+    execute(prepare_run(recipe), out, Quiet())
+    return out
+
+
+@pytest.fixture(scope="module")
+def pile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pile")
+    digits = load_digits()
+    for number, (image, digit) in enumerate(zip(digits.images[:400], digits.target, strict=False)):
+        Image.fromarray((image * 255 / 16).astype(np.uint8)).save(folder / f"{number:03}-{digit}.png")
+    return folder
+
+
+def test_images_of_ten_classes_fall_into_groups(
+    run: Path, pile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = semifed(
+        capsys,
+        "discover",
+        str(run),
+        str(pile),
+        "--csv",
+        str(tmp_path / "groups.csv"),
+        "--sheets",
+        str(tmp_path / "sheets"),
+    )
+    assert outcome.code == 0, outcome.err
+    with open(tmp_path / "groups.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 400
+    group = np.array([int(line["group"]) for line in lines])
+    digit = np.array([int(Path(line["image"]).stem[-1]) for line in lines])
+    assert hungarian_accuracy(group, digit, 5).all > 0.6
+    sizes = np.bincount(group[group >= 0])
+    assert (np.diff(sizes) <= 0).all(), "the largest group is the first"
+    sheets = sorted((tmp_path / "sheets").glob("*.png"))
+    assert len(sheets) == len(sizes)
+    with Image.open(sheets[0]) as picture:
+        assert picture.height >= 40
+    assert f"written: {tmp_path / 'sheets'}" in outcome.out
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_hardly_any_images(run: Path, pile: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    few = [str(path) for path in sorted(pile.iterdir())[:count]]
+    assert semifed(capsys, "discover", str(run), *few).code == 0
+
+
+def test_a_model_that_looks_for_no_groups_says_which_do(
+    run: Path, pile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    assert semifed(capsys, "run", "quickstart", "method=server-only", "rounds=1", "--out", str(other)).code == 0
+    outcome = semifed(capsys, "discover", str(other), str(pile))
+    assert outcome.code == 2
+    assert "server-only looks for no groups; train one of: fedagcl, fedgcd, fedlpa" in outcome.err
+
+
+def test_without_infomap_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "infomap", None)
+    outcome = semifed(capsys, "run", "discovery/digits-mini", "--out", str(tmp_path / "run"))
+    assert outcome.code == 2
+    assert outcome.err.strip() == "error: category discovery needs infomap: pip install 'semifed[discovery]'"
+    assert not (tmp_path / "run").exists()
