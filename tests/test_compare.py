@@ -629,6 +629,15 @@ def speed_runs(top: Path) -> None:
             write_run(top / f"{method}-{seed}", method, seed, [value + shift for value in curve])
 
 
+def test_levels_that_were_asked_for_stay_in_a_narrow_terminal(tmp_path: Path) -> None:
+    for method, curve in (("fixmatch-lpl", [0.1, 0.5, 0.7]), ("sage", [0.1, 0.65, 0.7])):
+        for seed in (0, 1):
+            write_run(tmp_path / f"{method}{seed}", method, seed, curve)
+    text = printed(compare_runs([tmp_path], reach="60,70"), 80)
+    assert "1 ×2.00" in text
+    assert "reach" not in text.partition("No room for:")[2]
+
+
 def test_speedup_refers_to_the_mean_curve_of_the_reference(tmp_path: Path) -> None:
     speed_runs(tmp_path)
     comparison = compare_runs([tmp_path], reach="70,50.5,60")
