@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.nn import functional as F
@@ -51,6 +51,7 @@ def thresholds_by_loop(rows: Sequence[Sequence[float]]) -> tuple[list[int], list
     return label, confidence, [level * named[k] / max(named) for k in label], level
 
 
+@example([[0.0, 3.566293954849243, 3.566293954849243, 0.0]])  # c · c / c is larger than c by a bit
 @given(logit_rows)
 def test_adaptive_threshold(rows: list[list[float]]) -> None:
     label, confidence, needed, level = thresholds_by_loop(rows)

@@ -48,7 +48,8 @@ def adaptive_label(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     confidence, label = probabilities.max(dim=1)
     level = confidence.sum() / max(len(confidence), 1)
     named = probabilities.sum(dim=0)
-    return label, confidence >= (level * named / named.max())[label], level.float()
+    needed = level * (named / named.max())[label]
+    return label, confidence >= needed * (1 - 1e-12), level.float()  # rounding may not turn away the most confident one
 
 
 def known_score(ova: Tensor, label: Tensor) -> Tensor:
