@@ -12,8 +12,7 @@ from semifed.discovery.communities import infomap_class
 from semifed.errors import UserError, nearest
 from semifed.evaluate import Evaluator
 from semifed.fit import Optimiser
-from semifed.method import Method
-from semifed.methods import AnyMethod, method_class, method_names
+from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
 from semifed.net import Net
@@ -110,7 +109,7 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
         discover=tests.discover,
         discover_images=tests.discover_images,
     )
-    if type(parts.method).clusters is not Method.clusters:
+    if finds_groups(type(parts.method)):
         infomap_class()
     normalised = Normalisation(scenario.views.mean, scenario.views.std)
     net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known), normalised)

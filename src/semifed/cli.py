@@ -169,8 +169,8 @@ def discover(
     sheets: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a picture of every group.")] = None,
 ) -> None:
     """Sort images into groups, also those of classes nobody has named."""
-    from semifed.discover import described, discovered, write_members
-    from semifed.predict import images_of, load_model
+    from semifed.discover import described, discovered
+    from semifed.predict import images_of, load_model, write_csv
 
     members = discovered(load_model(run), images_of(images), sheets)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -185,7 +185,7 @@ def discover(
         _say(f"in no group: {alone}")
     _say("A group of low confidence is likely to be a class without a name.")
     if csv is not None:
-        write_members(members, csv)
+        write_csv(members, csv)
     for path in (csv, sheets):
         if path is not None:
             _say(f"written: {path}")

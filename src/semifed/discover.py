@@ -1,25 +1,15 @@
 """What is in a pile of images? Groups found by a delivered model, whether their classes have names or not."""
 
-import csv
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from semifed.checkpoint import write_atomically
-from semifed.predict import Model
+from semifed.predict import BATCH, Member, Model
 from semifed.report.contact_sheet import strip
 
 SHOWN = 16
-
-
-class Member(NamedTuple):
-    """One image and where it belongs."""
-
-    image: Path
-    group: int  # from 0, the largest first; -1: in none
-    label: str  # the known class it looks most like
-    confidence: float
 
 
 class Group(NamedTuple):
@@ -38,7 +28,7 @@ def discovered(model: Model, paths: Sequence[Path], sheets: Path | None = None) 
     found = model.groups(images).tolist()
     sizes = Counter(group for group in found if group >= 0)
     rank = {group: number for number, (group, _) in enumerate(sizes.most_common())}
-    said = model.said_of(images)
+    said = [answer for some in images.split(BATCH) for answer in model.said_of(some)]
     members = [
         Member(path, rank.get(group, -1), label, confidence)
         for path, group, (label, confidence, _) in zip(paths, found, said, strict=True)
@@ -61,11 +51,3 @@ def described(members: Sequence[Member]) -> list[Group]:
         mean = sum(member.confidence for member in own) / len(own)
         groups.append(Group(number, len(own), looks_like, times / len(own), mean))
     return groups
-
-
-def write_members(members: Sequence[Member], path: Path) -> None:
-    """One line for each image."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Member._fields)
-        writer.writerows(members)

@@ -13,8 +13,7 @@ from semifed.data.client import outputs_of
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.data.unseen import images_like
 from semifed.discovery.gallery import Gallery
-from semifed.method import Method
-from semifed.methods import AnyMethod
+from semifed.methods import AnyMethod, finds_groups
 from semifed.metrics import accuracy, aupr, auroc, fpr_at_tpr, oscr, overall_auroc, per_class_accuracy
 from semifed.models.network import Output
 from semifed.net import Net
@@ -104,7 +103,7 @@ class Evaluator:
         elif "seen" in unknown:
             metrics["auroc_seen"] = auroc(known.unknown, unknown["seen"].unknown)
         groups = None
-        if foreign and type(method).clusters is not Method.clusters:
+        if foreign and finds_groups(type(method)):
             groups = self._discovered(method, net)
             metrics |= groups.pop("metrics")
         return Evaluation(metrics, self._per_class(label), known, unknown, groups)
@@ -179,7 +178,7 @@ class Evaluator:
     @torch.no_grad()
     def _discovered(self, method: AnyMethod, net: Net) -> dict[str, Any]:
         """What the method finds among images of known and novel classes, and what it is worth."""
-        from semifed.discovery.evaluation import confidence_histograms, described_groups, discovered
+        from semifed.discovery.evaluation import confidence_histograms, described_groups, discovery_metrics
 
         held = self._scenario.validation
         nobody = self.grouped[:0] if held is None else held.images[held.labelled]
@@ -192,7 +191,7 @@ class Evaluator:
         member = method.clusters(gallery)
         names = self._scenario.every_name()
         return {
-            "metrics": discovered(member, gallery, self._grouped_classes).metrics,
+            "metrics": discovery_metrics(member, gallery, self._grouped_classes),
             "classes": names,
             "known": len(self._scenario.known),
             "groups": described_groups(member, self._grouped_classes, names, gallery.images.features, SHOWN_PER_GROUP),

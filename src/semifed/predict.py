@@ -18,8 +18,7 @@ from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
 from semifed.data.views import Views
 from semifed.discovery.gallery import Gallery
 from semifed.errors import UserError
-from semifed.method import Method
-from semifed.methods import AnyMethod, method_class, method_names
+from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import Output, build_network
 from semifed.net import Net
@@ -62,6 +61,15 @@ class Answer(NamedTuple):
     unknown_score: float
 
 
+class Member(NamedTuple):
+    """One image and where it belongs."""
+
+    image: Path
+    group: int  # from 0, the largest first; -1: in none
+    label: str  # the known class it looks most like
+    confidence: float
+
+
 class Model:
     """A delivered model, loaded."""
 
@@ -100,8 +108,8 @@ class Model:
     @torch.no_grad()
     def groups(self, images: Tensor) -> Tensor:
         """Which of them belong together, [n], whether their class has a name or not; -1 for those in no group."""
-        if type(self._method).clusters is Method.clusters:
-            finders = ", ".join(name for name in method_names() if method_class(name).clusters is not Method.clusters)
+        if not finds_groups(type(self._method)):
+            finders = ", ".join(name for name in method_names() if finds_groups(method_class(name)))
             raise UserError(f"{self.method_name} looks for no groups; train one of: {finders}")
         said = outputs_of(self._net, images, torch.arange(len(images)), self._views.plain, BATCH)
         nobody = Output(said.logits[:0], said.features[:0], {name: part[:0] for name, part in said.heads.items()})
@@ -200,9 +208,9 @@ def images_of(arguments: Sequence[Path]) -> list[Path]:
     return found
 
 
-def write_csv(answers: Sequence[Answer], path: Path) -> None:
-    """One line for each image."""
+def write_csv(rows: Sequence[Answer | Member], path: Path) -> None:
+    """One line for each image, of which there is at least one."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(Answer._fields)
-        writer.writerows(answers)
+        writer.writerow(rows[0]._fields)
+        writer.writerows(rows)

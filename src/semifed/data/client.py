@@ -54,8 +54,8 @@ class ClientData(NamedTuple):
             lambda chunk: learnt.after_stem(
                 stems.maps(chunk, lambda places: self.views.plain(self.images[chunk[places]]))
             ),
-            torch.arange(len(self.images)),
             positions,
+            torch.arange(len(positions)),
             lambda chunk: chunk,
         )
 

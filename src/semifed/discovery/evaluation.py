@@ -1,6 +1,6 @@
 """What discovered groups are worth, beside those that other ways of grouping find in the same features."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +10,6 @@ from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings
 from semifed.discovery.inference import graph_clusters, kmeans_clusters
 from semifed.metrics import ari, hungarian_accuracy, nmi
-
-
-class Discovered(NamedTuple):
-    """Groups of the images of a test, and how they compare with the truth."""
-
-    member: Tensor  # [n], -1: in no group
-    metrics: dict[str, float]
 
 
 def judged_groups(member: Tensor, classes: Tensor, known: int) -> dict[str, float]:
@@ -31,8 +24,8 @@ def judged_groups(member: Tensor, classes: Tensor, known: int) -> dict[str, floa
     }
 
 
-def discovered(own: Tensor, gallery: Gallery, classes: Tensor) -> Discovered:
-    """A method's own groups, and three that anyone could make of its features.
+def discovery_metrics(own: Tensor, gallery: Gallery, classes: Tensor) -> dict[str, float]:
+    """What a method's own groups are worth, and three that anyone could make of its features.
 
     `infomap.` needs no number of classes, `plus.` (FedLPA+) is told the labelled images, `kmeans.` the labelled
     images and the true number of classes.
@@ -48,7 +41,7 @@ def discovered(own: Tensor, gallery: Gallery, classes: Tensor) -> Discovered:
     for prefix, member in beside.items():
         judged = judged_groups(member, classes, known)
         metrics |= {f"{prefix}.{name}": judged[name] for name in ("all", "old", "new", "clusters")}
-    return Discovered(own, metrics)
+    return metrics
 
 
 def confidence_histograms(gallery: Gallery, classes: Tensor, bins: int) -> dict[str, Any]:

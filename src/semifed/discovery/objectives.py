@@ -82,11 +82,13 @@ def smoothed_prior(member: Tensor, concepts: int, smoothing: float) -> Tensor:
     return (counts / counts.sum()).clamp(min=1e-8)
 
 
-def classify_frozen_features(net: Net, data: ClientData, course: Course) -> Fitted:
-    """One pass over the labelled images that moves the classifier alone: warm-up's second step.
+def then_classify(fitted: Fitted, net: Net, data: ClientData, course: Course) -> Fitted:
+    """After other training, one pass over the labelled images, if any, that moves the classifier alone.
 
     The backbone stands still, so its features are computed once, of the un-augmented images.
     """
+    if not len(data.labelled):
+        return fitted
     known = data._replace(unlabelled=data.unlabelled[:0])
     features = data.labelled_outputs(net).features
 
@@ -95,7 +97,7 @@ def classify_frozen_features(net: Net, data: ClientData, course: Course) -> Fitt
         value = mean(cross_entropy(logits, batch.labelled.labels))
         return Loss(value, {"classifier": value})
 
-    return course.follow(net, known, step, features, stage="classifier", steps=course.epoch(known))
+    return fitted.then(course.follow(net, known, step, features, stage="classifier", steps=course.epoch(known)))
 
 
 def sharpening(round_: int, rounds: float, student: float, first: float, last: float) -> float:

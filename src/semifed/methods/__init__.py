@@ -15,6 +15,11 @@ def method_names() -> list[str]:
     return sorted(module.name.replace("_", "-") for module in iter_modules(__path__))
 
 
+def finds_groups(kind: type[AnyMethod]) -> bool:
+    """Whether a method is one of category discovery."""
+    return kind.clusters is not Method.clusters
+
+
 def method_class(name: str) -> type[AnyMethod]:
     """The class of a method by its name."""
     if name not in method_names():

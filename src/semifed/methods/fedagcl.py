@@ -26,9 +26,9 @@ from semifed.discovery.inference import kmeans_clusters
 from semifed.discovery.objectives import (
     ONLY_NOVEL,
     PROJECTION,
-    classify_frozen_features,
     contrast,
     equal_mean,
+    then_classify,
     two_views,
     unit,
 )
@@ -102,10 +102,7 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
         return Local(data, Const(local, own, shared, associated), Nothing())
 
     def train(self, net: Net, local: Local[Const, Nothing], course: Course) -> Fitted:
-        fitted = course.follow(net, local.data, self.loss, local.const)
-        if not len(local.data.labelled):
-            return fitted
-        return fitted.then(classify_frozen_features(net, local.data, course))
+        return then_classify(course.follow(net, local.data, self.loss, local.const), net, local.data, course)
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         seen = two_views(net, batch)

@@ -16,9 +16,9 @@ from semifed.discovery.inference import kmeans_clusters
 from semifed.discovery.objectives import (
     ONLY_NOVEL,
     PROJECTION,
-    classify_frozen_features,
     contrast,
     equal_mean,
+    then_classify,
     two_views,
 )
 from semifed.fit import Course, Fitted, Loss
@@ -43,10 +43,8 @@ class FedGCD(Method[Server, Down, Up]):
 
     def train(self, net: Net, local: Local[Nothing, Nothing], course: Course) -> Fitted:
         fitted = course.follow(net, local.data, self.loss, local.const)
-        if not len(local.data.labelled):
-            return fitted
         # GCD has no classifier. This one moves nothing else, and tells how well known classes can be named.
-        return fitted.then(classify_frozen_features(net, local.data, course))
+        return then_classify(fitted, net, local.data, course)
 
     def loss(self, net: Net, batch: Batch, const: Nothing) -> Loss:
         apart = contrast(two_views(net, batch), self.supervised_temperature, self.unsupervised_temperature)

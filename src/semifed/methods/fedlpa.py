@@ -20,13 +20,13 @@ from semifed.discovery.inference import graph_clusters
 from semifed.discovery.objectives import (
     ONLY_NOVEL,
     PROJECTION,
-    classify_frozen_features,
     contrast,
     equal_mean,
     prior_alignment,
     self_distillation,
     sharpening,
     smoothed_prior,
+    then_classify,
     two_views,
     unit,
 )
@@ -120,9 +120,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
 
     def train(self, net: Net, local: Local[Const, Found], course: Course) -> Fitted:
         fitted = course.follow(net, local.data, self.loss, local.const)
-        if not local.const.warming or not len(local.data.labelled):
-            return fitted
-        return fitted.then(classify_frozen_features(net, local.data, course))
+        return then_classify(fitted, net, local.data, course) if local.const.warming else fitted
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         seen = two_views(net, batch)
