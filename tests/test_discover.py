@@ -20,7 +20,7 @@ from toys import Quiet
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "pixels"
-    recipe = load_recipe("discovery/digits-mini", ["method=untrained", "rounds=1", "engine.workers=1"])
+    recipe = load_recipe("fedlpa/digits-mini", ["method=untrained", "rounds=1", "engine.workers=1"])
     execute(prepare_run(recipe), out, Quiet())
     return out
 
@@ -76,14 +76,14 @@ def test_a_model_that_looks_for_no_groups_says_which_do(
     assert semifed(capsys, "run", "quickstart", "method=server-only", "rounds=1", "--out", str(other)).code == 0
     outcome = semifed(capsys, "discover", str(other), str(pile))
     assert outcome.code == 2
-    assert "server-only looks for no groups; train one of: fedagcl, fedgcd, fedlpa" in outcome.err
+    assert "server-only looks for no groups; train one of: fed-agcl, fed-gcd, fed-simgcd, fedlpa" in outcome.err
 
 
 def test_without_infomap_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "infomap", None)
-    outcome = semifed(capsys, "run", "discovery/digits-mini", "--out", str(tmp_path / "run"))
+    outcome = semifed(capsys, "run", "fedlpa/digits-mini", "--out", str(tmp_path / "run"))
     assert outcome.code == 2
     assert outcome.err.strip() == "error: category discovery needs infomap: pip install 'semifed[discovery]'"
     assert not (tmp_path / "run").exists()

@@ -6,16 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.cluster import KMeans
 from torch import Tensor
 from torch.nn import functional as F
 
 from semifed.client_round import Held, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
 from semifed.discovery import guided
+from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import true_concepts
+from semifed.discovery.inference import likely_classes
 from semifed.fit import Course, Loss, Optimiser
+from semifed.methods.fed_gcd import FedGCD
+from semifed.methods.fed_simgcd import FedSimGCD, Sharpening, every_logit
 from semifed.methods.fedlpa import Const, FedLPA, Found
-from semifed.methods.fedsimgcd import FedSimGCD, Sharpening, every_logit
+from semifed.metrics import hungarian_accuracy
+from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Down, Local, Server, Up, Visit
 from toys import equal_weights, place_of, site_of, toy_dataset, toy_parts, toy_recipe
@@ -274,7 +280,7 @@ def trained(here: World, data: ClientData, round_: int) -> Up:
     return up
 
 
-@pytest.mark.parametrize("method", ["fedlpa", "fedgcd", "fedsimgcd"])
+@pytest.mark.parametrize("method", ["fedlpa", "fed-gcd", "fed-simgcd"])
 @pytest.mark.parametrize("round_", [1, WARMUP + 1])
 @pytest.mark.parametrize("case", ["no labels", "one class", "two images", "one labelled and one not", "only labels"])
 def test_clients_with_little_train_all_the_same(case: str, round_: int, method: str) -> None:
@@ -368,7 +374,7 @@ def test_concepts_never_leave_the_client() -> None:
 
 
 def test_simgcd_has_a_row_for_every_class() -> None:
-    here = World("fedsimgcd", novel=2)
+    here = World("fed-simgcd", novel=2)
     method: FedSimGCD = here.method
     batch = here.batch()
     found = here.loss(Sharpening(2.0), batch)
@@ -392,3 +398,33 @@ def test_simgcd_has_a_row_for_every_class() -> None:
     answer = method.predict(here.net, batch.unlabelled.plain)
     every = every_logit(here.net(batch.unlabelled.plain)).softmax(dim=1)
     torch.testing.assert_close(answer.unknown, every[:, 3:].sum(dim=1))
+
+
+# GCD
+
+
+@pytest.mark.parametrize("overlap", [1.0, 8.0])
+def test_gcd_searches_the_number_of_classes_by_the_labelled_ones(overlap: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    classes = torch.arange(6).repeat(30)
+    features = 20.0 * torch.eye(6)[classes] + overlap * torch.randn(180, 6, generator=generator)
+    told = (classes < 4) & (torch.arange(180) % 12 < 6)
+
+    def said(mask: Tensor) -> Output:
+        return Output(torch.zeros(int(mask.sum()), 4), features[mask], {})
+
+    gallery = Gallery(said(~told), said(told), classes[told], seed=0)
+    everything = F.normalize(torch.cat([features[told], features[~told]]), dim=1).numpy()
+
+    def wrong(count: int) -> float:
+        """How badly scikit-learn's k-means finds the labelled classes."""
+        member = KMeans(count, n_init=10, random_state=0).fit_predict(everything)[: int(told.sum())]
+        return 1 - hungarian_accuracy(torch.from_numpy(member).long(), classes[told], known=0).all
+
+    searched = likely_classes(gallery)
+    assert 4 <= searched <= 20
+    assert wrong(searched) <= min(wrong(count) for count in (10, 15, 20))
+    assert len(FedGCD(novel="searched").clusters(gallery).unique()) == searched
+    assert len(FedGCD(novel=2).clusters(gallery).unique()) == 6
+    unlabelled_only = gallery._replace(labels=NOTHING, labelled=said(classes < 0))
+    assert likely_classes(unlabelled_only) == 8

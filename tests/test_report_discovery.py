@@ -354,14 +354,14 @@ def test_metrics_have_names_meanings_and_an_order() -> None:
 
 def test_comparison_ranks_by_all(tmp_path: Path) -> None:
     first = discovery_run(tmp_path / "first")
-    other = discovery_run(tmp_path / "other", recipe(method={"name": "fedgcd"}))
+    other = discovery_run(tmp_path / "other", recipe(method={"name": "fed-gcd"}))
     told = json.loads((other / "summary.json").read_text(encoding="utf-8"))
     told["metrics"] |= {"all": 0.7, "accuracy": 0.1}
     (other / "summary.json").write_text(json.dumps(told), encoding="utf-8")
     (other / "discovery.json").write_text("[1,", encoding="utf-8")  # of no use to a comparison
     compared = compare_runs([first, other])
     assert compared.headline == "all"
-    assert [row.method for row in compared.rows] == ["fedgcd", "openfl"]
+    assert [row.method for row in compared.rows] == ["fed-gcd", "openfl"]
     target = tmp_path / "compared.html"
     compared.write_html(target)
     text = Page(target.read_text(encoding="utf-8")).text

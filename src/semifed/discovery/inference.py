@@ -7,9 +7,10 @@ from semifed.discovery.concepts import FEWEST_NEIGHBOURS, MOST_NEIGHBOURS, disco
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings, guided_concepts
 from semifed.discovery.objectives import unit
-from semifed.discovery.semi_kmeans import semi_supervised_kmeans
+from semifed.discovery.semi_kmeans import estimated_clusters, semi_supervised_kmeans
 
-TRIALS = 5  # of Infomap: one would do while training, the last word deserves more
+TRIALS = 5  # of Infomap or k-means: one would do while training, the last word deserves more
+MOST_BY_KNOWN = 5  # classes there may be, by known ones, where their number must be found too
 SHARE_OF_CLASS = 0.25  # neighbours, of the largest a class can be where all images are of known classes
 
 
@@ -44,6 +45,26 @@ def kmeans_clusters(gallery: Gallery, clusters: int) -> Tensor:
         clusters,
         generator=torch.Generator().manual_seed(gallery.seed),
     ).member
+
+
+def likely_classes(gallery: Gallery) -> int:
+    """How many classes GCD's search finds in the images, at least the known ones.
+
+    Without labelled images nothing can be searched by: as many novel classes as known ones.
+    """
+    known = gallery.images.logits.shape[1]
+    most = min(MOST_BY_KNOWN * known, len(gallery.images.features))
+    if not len(gallery.labels) or most < known:
+        return 2 * known
+    found = estimated_clusters(
+        unit(gallery.images.features),
+        unit(gallery.labelled.features),
+        gallery.labels,
+        most,
+        generator=torch.Generator().manual_seed(gallery.seed),
+        tries=TRIALS,
+    )
+    return max(found, known)
 
 
 def neighbours_among(gallery: Gallery) -> int:

@@ -5,14 +5,14 @@ Vaze et al., Generalized Category Discovery, CVPR 2022, trained by federated ave
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from semifed.data.client import Batch
 from semifed.discovery.gallery import Gallery
-from semifed.discovery.inference import kmeans_clusters
+from semifed.discovery.inference import kmeans_clusters, likely_classes
 from semifed.discovery.objectives import (
     ONLY_NOVEL,
     PROJECTION,
@@ -39,7 +39,8 @@ class FedGCD(Method[Server, Down, Up]):
     unsupervised_share: Share = 0.65  # 1 - GCD's weight of the supervised contrast
     supervised_temperature: Temperature = 0.07
     unsupervised_temperature: Temperature = 1.0
-    novel: Annotated[int, Field(ge=0)] = 5  # classes beside the known ones; it cannot do without
+    # Classes beside the known ones: it cannot do without. "searched": by how well the labelled ones are found.
+    novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 5
 
     def train(self, net: Net, local: Local[Nothing, Nothing], course: Course) -> Fitted:
         fitted = course.follow(net, local.data, self.loss, local.const)
@@ -58,4 +59,6 @@ class FedGCD(Method[Server, Down, Up]):
         return equal_mean(server, ups, site)
 
     def clusters(self, gallery: Gallery) -> Tensor:
+        if self.novel == "searched":
+            return kmeans_clusters(gallery, likely_classes(gallery))
         return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)

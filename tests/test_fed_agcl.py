@@ -20,7 +20,7 @@ from semifed.discovery.gaussians import (
     log_densities,
     merged_mixture,
 )
-from semifed.methods.fedagcl import Associated
+from semifed.methods.fed_agcl import Associated
 from semifed.payloads import Visit
 from toys import place_of, site_of, toy_dataset, toy_parts, toy_recipe
 
@@ -164,7 +164,7 @@ def test_padding_keeps_the_largest_groups() -> None:
 
 
 def test_groups_of_all_clients_enter_the_loss_from_the_second_round_on() -> None:
-    parts = toy_parts(toy_recipe("fedagcl", "clients"), toy_dataset(per_class=40))
+    parts = toy_parts(toy_recipe("fed-agcl", "clients"), toy_dataset(per_class=40))
     place, site = place_of(parts), site_of(parts, 1)
     server: Associated = parts.method.setup(place.net.state(), site)
     first = [client_round(place, Task(1, one, 0.01, None), server, parts.scenario.client(one)) for one in (0, 1)]
