@@ -73,8 +73,8 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     prior_weight: NonNegative = 0.5  # epsilon
     divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"
     smoothing: NonNegative = 0.5  # delta
-    prior: Literal["concepts", "uniform", "true"] = "concepts"  # uniform: SimGCD's assumption; true: an oracle
-    concepts: Literal["found", "true"] = "found"  # true: an oracle
+    prior: Literal["concepts", "uniform", "oracle"] = "concepts"  # uniform: SimGCD's assumption
+    concepts: Literal["found", "oracle"] = "found"
     refine: Literal["clique", "reweight", "cut", "none"] = "clique"
     partners: Annotated[int, Field(ge=0)] = 20  # links a node gains within its class, "clique" alone
     neighbours: Annotated[int, Field(ge=0)] = 0  # k; 0: from the size of the labelled classes
@@ -90,7 +90,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     inference: Literal["graph", "graph+labels"] = "graph"  # with the server's labelled images: FedLPA+
 
     def opens_classes(self) -> bool:
-        return "true" in (self.prior, self.concepts)
+        return "oracle" in (self.prior, self.concepts)
 
     @property
     def graph(self) -> GraphSettings:
@@ -106,7 +106,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         # A client that missed its turn refreshes when it is back.
         if not warming and (int(found.round) == 0 or visit.round - int(found.round) >= self.refresh):
             concepts, pseudo = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
-            if self.concepts == "true":
+            if self.concepts == "oracle":
                 concepts = true_concepts(net, data)
             found = Found(*self._members(concepts, data), concepts.prototypes, torch.tensor(visit.round))
         temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
@@ -115,7 +115,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
 
     def _members(self, concepts: Concepts, data: ClientData) -> tuple[Tensor, Tensor]:
         member = concepts.member[len(data.labelled) :]
-        told = data.classes if self.prior == "true" else None
+        told = data.classes if self.prior == "oracle" else None
         return member, member if told is None else true_members(member, told)
 
     def train(self, net: Net, local: Local[Const, Found], course: Course) -> Fitted:
