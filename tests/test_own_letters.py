@@ -12,7 +12,8 @@ from torch import Tensor
 from semifed.assembly import Parts
 from semifed.client_round import Workplace
 from semifed.data.client import Batch, ClientData
-from semifed.engines.local import LocalEngine, _SharedBuffer, read_buffer
+from semifed.engines.local import LocalEngine
+from semifed.engines.shared_memory import SharedBuffer, read_buffer
 from semifed.fit import Fitted, Loss
 from semifed.method import Ask, Method
 from semifed.net import Net
@@ -99,7 +100,7 @@ def test_a_round_with_letters_counts_what_each_client_got(tmp_path: Path, monkey
 
 
 def test_what_letters_share_is_packed_once() -> None:
-    buffer = _SharedBuffer()
+    buffer = SharedBuffer()
     common, empty = torch.arange(64.0), torch.empty(0, 3)
     payloads = [{"a": common, "b": torch.full((n,), float(n)), "none": empty} for n in (1, 2, 40)]
     layouts, fresh = buffer.write(*payloads)

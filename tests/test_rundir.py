@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from command import assert_same_weights, leftovers, semifed, tiny_tables, written
-from semifed.checkpoint import write_atomically
+from semifed.durable import write_atomically
 from semifed.errors import UserError
 from semifed.recipe import Recipe, check_recipe
 from semifed.rundir import RunDirectory, finite, json_line, summary

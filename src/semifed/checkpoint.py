@@ -1,27 +1,22 @@
 """The last finished round on disk: complete or not there at all.
 
 `round-000012.safetensors` holds the server's state and the round's record; renaming it into place is what
-finishes the round. What clients keep lies beside it, one file a client, written only when it changed.
+finishes the round. What clients keep lies beside it, one file a client, written only when it changed; the round's file
+says which of them count.
 """
 
 import json
-import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
-from torch import Tensor
 
 from semifed.client_round import Held
+from semifed.durable import packed, write_atomically
 from semifed.errors import UserError
-from semifed.payloads import Nothing
+from semifed.held import HeldStore
 from semifed.wire import from_arrays, to_arrays
-
-PARTIAL = ".partial"
 
 
 class Finished(NamedTuple):
@@ -30,7 +25,8 @@ class Finished(NamedTuple):
     round: int
     server: Any
     record: dict[str, Any]
-    held: dict[int, Held]
+    left: dict[int, int]  # by client, the round whose end it goes on from
+    held: dict[int, Held]  # what it then held, as far as it lies here
 
 
 class Checkpoint:
@@ -38,16 +34,31 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.store = HeldStore(directory / "kept")
 
-    def save(self, round_: int, server: Any, record: dict[str, Any], changed: dict[int, Held]) -> None:
-        """Finish a round; an interruption at any moment leaves this round or the one before."""
+    def save(
+        self,
+        round_: int,
+        server: Any,
+        record: dict[str, Any],
+        left: Mapping[int, int],
+        changed: Mapping[int, Held],
+    ) -> None:
+        """Finish a round; an interruption at any moment leaves this round or the one before.
+
+        `left` tells the round whose end each client goes on from, `changed` what clients now hold, unless they wrote it
+        themselves.
+        """
         for client, held in changed.items():
-            # An empty Kept is not the same as none: only a method without any writes no file.
-            if held.momentum or held.private or not isinstance(held.kept, Nothing):
-                write_atomically(self._kept(client, round_), _packed(to_arrays(held), {}))
-        text = {"round": str(round_), "record": json.dumps(record)}
-        write_atomically(self._file(round_), _packed(to_arrays(server), text))
-        self._prune(round_, changed)
+            self.store.save(client, round_, held)
+        text = {"round": str(round_), "record": json.dumps(record), "left": json.dumps(left)}
+        write_atomically(self._file(round_), packed(to_arrays(server), text))
+        for path in self.directory.glob("round-*.safetensors*"):
+            if path != self._file(round_):
+                path.unlink()
+        for client, last in left.items():
+            if last == round_:
+                self.store.forget_before(client, round_)
 
     def load(self, server_type: type, kept_type: type) -> Finished | None:
         """The last finished round, or None before the first."""
@@ -58,74 +69,20 @@ class Checkpoint:
         path = self._file(last)
         try:
             with safe_open(path, "pt") as opened:
-                record = json.loads(opened.metadata()["record"])
+                metadata = opened.metadata()
+                record = json.loads(metadata["record"])
+                left = {int(client): round_ for client, round_ in json.loads(metadata["left"]).items()}
                 arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             server: Any = from_arrays(server_type, arrays)
             held = {}
-            for client, round_ in self._newest_kept(last).items():
-                path = self._kept(client, round_)
-                held[client] = _held(load_file(path), kept_type)
+            for client, round_ in left.items():
+                path = self.store.path(client, round_)
+                found = self.store.load(client, round_, kept_type)
+                if found is not None:
+                    held[client] = found
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged and cannot be resumed from: {error}") from None
-        return Finished(last, server, record, held)
+        return Finished(last, server, record, left, held)
 
     def _file(self, round_: int) -> Path:
         return self.directory / f"round-{round_:06d}.safetensors"
-
-    def _kept(self, client: int, round_: int) -> Path:
-        return self.directory / "kept" / f"{client:06d}" / f"{round_:06d}.safetensors"
-
-    def _newest_kept(self, last: int) -> dict[int, int]:
-        newest: dict[int, int] = {}
-        for path in sorted((self.directory / "kept").glob("*/*.safetensors")):
-            if int(path.stem) <= last:
-                newest[int(path.parent.name)] = int(path.stem)
-        return newest
-
-    def _prune(self, round_: int, changed: Iterable[int]) -> None:
-        for path in self.directory.glob("round-*.safetensors*"):
-            if path != self._file(round_):
-                path.unlink()
-        for client in changed:
-            for path in self._kept(client, round_).parent.glob("*"):
-                if path != self._kept(client, round_):
-                    path.unlink()
-
-
-def _held(arrays: dict[str, Tensor], kept_type: type) -> Held:
-    kept, *weights = (
-        {name.removeprefix(f"{part}/"): a for name, a in arrays.items() if name.startswith(f"{part}/")}
-        for part in Held._fields
-    )
-    return Held(from_arrays(kept_type, kept), *weights)
-
-
-def _packed(arrays: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    # A server may hold one tensor twice (a moving average before its first round); the format wants each its own.
-    return save({name: array.clone(memory_format=torch.contiguous_format) for name, array in arrays.items()}, metadata)
-
-
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that it is either the old one or the whole new one, also after a power cut."""
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise not_written(path, error) from None
-
-
-def not_written(path: Path, error: OSError) -> UserError:
-    """A full disk or a missing permission, in words."""
-    return UserError(f"{path} cannot be written: {error.strerror or error}; what was finished before is kept")

@@ -61,7 +61,7 @@ class Reply(NamedTuple):
     """A client's answer."""
 
     up: Any  # the method's Up
-    held: Held
+    held: Held | None  # None where it stays with the client
     record: ClientRecord
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from semifed.checkpoint import write_atomically
+from semifed.durable import write_atomically
 from semifed.predict import BATCH, Member, Model
 from semifed.report.contact_sheet import strip
 

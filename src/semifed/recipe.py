@@ -171,7 +171,7 @@ class EvaluateTable(Table):
 class EngineTable(Table):
     """Where clients run: decides the speed, never the numbers."""
 
-    name: Literal["local"] = "local"
+    name: Literal["local", "flower"] = "local"
     workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0
     device: Literal["cpu"] = "cpu"
     timeout: Positive | None = None

@@ -13,8 +13,9 @@ from semifed.assembly import Parts, assemble, build_workplace, further_heads, op
 from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
-from semifed.engines import Engine
-from semifed.engines.local import LocalEngine
+from semifed.engines import Engine, flower_engine
+from semifed.engines.letters import Setting
+from semifed.engines.local import LocalEngine, available_cores
 from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
@@ -45,13 +46,35 @@ def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False
     workplace = partial(build_workplace, recipe, tuple(shape), classes, normalised)
     with ExitStack() as at_the_end:
         at_the_end.callback(rundir.close)
-        engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
-        at_the_end.callback(engine.close)
         at_the_end.callback(reporter.ended)
-        try:
+
+        def rounds(engine: Engine) -> dict[str, Any]:
             return RoundLoop(parts, net, engine, evaluator, rundir, reporter).run()
+
+        try:
+            if recipe.engine.name == "flower":
+                return _simulated(parts, rounds, rundir)
+            engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
+            at_the_end.callback(engine.close)
+            return rounds(engine)
         except Diverged as error:  # a client that diverges is left out; without the server there is no round
             raise UserError(f"training at the server failed: {error}; a lower server.lr or local.lr may help") from None
+
+
+def _simulated(parts: Parts, rounds: Callable[[Engine], dict[str, Any]], rundir: RunDirectory) -> dict[str, Any]:
+    """The rounds in Flower's simulation."""
+    recipe, scenario = parts.recipe, parts.scenario
+    shape, views = tuple(scenario.dataset.x_train.shape[1:]), scenario.views
+    outcome: dict[str, Any] = flower_engine().simulate(
+        rounds,
+        Setting(recipe.to_toml(), shape, len(scenario.known), tuple(views.mean), tuple(views.std)),
+        parts.method,
+        clients=recipe.scenario.clients,
+        workers=recipe.engine.workers or available_cores(),
+        timeout=recipe.engine.timeout,
+        store=rundir.checkpoint.store.directory.absolute(),
+    )
+    return outcome
 
 
 class RoundLoop:
@@ -90,7 +113,7 @@ class RoundLoop:
             first = 1
         else:
             server, first = last.server, last.round + 1
-            self.engine.held = last.held
+            self.engine.resume(last.left, last.held)
         self.reporter.started(first - 1, self.recipe.rounds)
         for round_ in range(first, self.recipe.rounds + 1):
             server, evaluation = self._round(round_, server)
@@ -119,10 +142,11 @@ class RoundLoop:
             expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
             fresh = _alike([_checked(answer, down, expected) for answer in replies])
+            accepted = [answer for answer in fresh if isinstance(answer, Reply)]
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
-            self.engine.held.update({one.record.client: one.held for one in fresh if isinstance(one, Reply)})
+            self.engine.accept(round_, accepted)
             answers.extend(fresh)
-            ups = [answer.up for answer in fresh if isinstance(answer, Reply)]
+            ups = [reply.up for reply in accepted]
             traffic[0] += sum(size_in_bytes(up) for up in ups)
             if len(ups) < recipe.min_clients:
                 raise UserError(
@@ -134,7 +158,8 @@ class RoundLoop:
         server = self.method.round(server, ask, self.site)
         due = round_ % recipe.evaluate.every == 0 or round_ == recipe.rounds
         evaluation = self._test(server) if due else None
-        changed = {answer.record.client: answer.held for answer in answers if isinstance(answer, Reply)}
+        replies = [answer for answer in answers if isinstance(answer, Reply)]
+        changed = {reply.record.client: reply.held for reply in replies if reply.held is not None}
         self._record(round_, server, evaluation, perf_counter() - started, answers, changed, *traffic)
         return server, evaluation
 
@@ -174,7 +199,7 @@ class RoundLoop:
             "seconds": seconds,
         }
         record = finite(record)
-        self.rundir.checkpoint.save(round_, server, record, changed)
+        self.rundir.checkpoint.save(round_, server, record, self.engine.left, changed)
         self.rundir.append_round(record)
         for failure in failures:
             self.reporter.warn(f"round {round_}: client {failure.client} was left out: {failure.reason}")

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save
 
 import semifed
-from semifed.checkpoint import PARTIAL, Checkpoint, not_written, write_atomically
+from semifed.checkpoint import Checkpoint
 from semifed.complaint import shown
+from semifed.durable import PARTIAL, not_written, write_atomically
 from semifed.errors import UserError
 from semifed.recipe import Recipe
 from semifed.wire import Weights

@@ -1,21 +1,38 @@
 """Where clients run. An engine knows nothing of methods; methods know nothing of engines."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from semifed.client_round import Held, Reply
-from semifed.errors import ClientFailure
+from semifed.errors import ClientFailure, UserError
 
 
 class Engine(Protocol):
-    """One exchange with clients, and what they hold between rounds."""
+    """Exchanges with clients, which go on from what they held at the end of their last round that counted."""
 
-    held: dict[int, Held]  # by client; the round loop enters what came with an accepted reply
+    left: dict[int, int]  # by client, that round; for the checkpoint
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
     ) -> list[Reply | ClientFailure]:
         """Replies in the order of `clients`; those named in `own` receive that in place of the broadcast."""
 
+    def accept(self, round_: int, replies: Sequence[Reply]) -> None:
+        """These replies count. A refused one does not: its client goes on from before."""
+
+    def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
+        """Go on where a checkpoint was written: from which round's end, and with what, as far as it lies there."""
+
     def close(self) -> None:
         """End whatever was started."""
+
+
+def flower_engine() -> Any:
+    """The module that speaks to Flower, or a `UserError` that says how to install it."""
+    try:
+        return import_module("semifed.engines.flower")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("flwr", "ray"):
+            raise
+        raise UserError("the engine flower needs Flower: pip install 'semifed[flower]'") from None

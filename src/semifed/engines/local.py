@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from threading import Thread
@@ -26,6 +25,7 @@ from semifed.client_round import ClientRecord, Held, Reply, Task, Workplace, cli
 from semifed.data.client import ClientData
 from semifed.data.scenario import Scenario
 from semifed.data.views import Views
+from semifed.engines.shared_memory import Layout, SharedBuffer, read_buffer
 from semifed.errors import ClientFailure
 from semifed.fit import Diverged
 from semifed.method import payload_types
@@ -35,7 +35,6 @@ from semifed.wire import from_arrays, to_arrays
 
 ATTEMPTS = 2  # a client whose worker died is redone once
 START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
-Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
 PackedHeld = tuple[dict[str, Any], ...]  # as in `Held`
 
 
@@ -45,7 +44,8 @@ class LocalEngine:
     def __init__(
         self, build: Callable[[], Workplace], scenario: Scenario, workers: int = 0, timeout: float | None = None
     ) -> None:
-        self.held: dict[int, Held] = {}
+        self.left: dict[int, int] = {}
+        self._held: dict[int, Held] = {}
         self.workers = workers or available_cores()
         self._scenario = scenario
         self._place = build()
@@ -64,13 +64,24 @@ class LocalEngine:
             if reason := too_few_images(data):
                 answers[client] = ClientFailure(client, reason)
             else:
-                jobs.append((Task(round_, client, lr, self.held.get(client)), data))
+                jobs.append((Task(round_, client, lr, self._held.get(client)), data))
         if self._pool is not None:
             answers |= self._pool.run(jobs, down, own or {}, self._place.method)
         else:
             for task, data in jobs:
                 answers[task.client] = _attempt(self._place, task, (own or {}).get(task.client, down), data)
         return [answers[client] for client in clients]
+
+    def accept(self, round_: int, replies: Sequence[Reply]) -> None:
+        """Remember what these clients hold."""
+        for reply in replies:
+            if reply.held is not None:
+                self._held[reply.record.client] = reply.held
+            self.left[reply.record.client] = round_
+
+    def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
+        """Go on from what a checkpoint holds."""
+        self.left, self._held = dict(left), dict(held)
 
     def close(self) -> None:
         """End the workers."""
@@ -125,42 +136,6 @@ class _Ready(NamedTuple):
     """A worker's first word: from here on its clients' time counts."""
 
 
-class _SharedBuffer:
-    """Named arrays packed one after the other in one shared tensor, which grows when it must."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def write(self, *payloads: dict[str, Tensor]) -> tuple[list[Layout], bool]:
-        """Pack payloads, what they share once; says where all of it is, and whether the buffer is a new one."""
-        start: dict[int, int] = {}
-        end = 0
-        for array in chain.from_iterable(payload.values() for payload in payloads):
-            if id(array) not in start:
-                start[id(array)] = end
-                end += -(-array.numel() * array.element_size() // 64) * 64
-        fresh = end > len(self.memory)
-        if fresh:
-            self.memory = torch.empty(end, dtype=torch.uint8).share_memory_()
-        layouts = [[(name, a.dtype, tuple(a.shape), start[id(a)]) for name, a in part.items()] for part in payloads]
-        for layout, payload in zip(layouts, payloads, strict=True):
-            for place, array in zip(read_buffer(self.memory, layout).values(), payload.values(), strict=True):
-                if start.pop(id(array), None) is not None:
-                    place.copy_(array)
-        return layouts, fresh
-
-
-def read_buffer(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Views of the arrays in a buffer."""
-    arrays = {}
-    for name, dtype, shape, start in layout:
-        count = 1
-        for side in shape:
-            count *= side
-        arrays[name] = memory[start : start + count * dtype.itemsize].view(dtype).view(shape)
-    return arrays
-
-
 class _Pool:
     """Persistent workers; a dead one is replaced and its client redone once."""
 
@@ -171,7 +146,7 @@ class _Pool:
         self._build = build
         self._images = images.share_memory_()
         self._timeout = timeout
-        self._down = _SharedBuffer()
+        self._down = SharedBuffer()
         self._stillborn = 0
         _start_fork_server()
         self._workers = [self._start() for _ in range(workers)]
@@ -366,7 +341,7 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
         return
     pipe.send(_Ready())
     _, down_type, _, kept_type = payload_types(place.method)
-    up = _SharedBuffer()
+    up = SharedBuffer()
     memory = torch.empty(0, dtype=torch.uint8)
     while True:
         try:
@@ -385,6 +360,7 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
                 answer: Any = reply
             else:
                 (layout,), fresh = up.write(to_arrays(reply.up))
+                assert reply.held is not None, "only clients elsewhere keep what they hold to themselves"
                 answer = _Answer(
                     up.memory if fresh else None, layout, _pack_held(reply.held), _pack_record(reply.record)
                 )

@@ -1,0 +1,45 @@
+"""Files that are either the old one or the whole new one, whatever happens while they are written."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from semifed.errors import UserError
+
+PARTIAL = ".partial"
+
+
+def packed(arrays: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """Named arrays and texts as the content of a safetensors file."""
+    # A server may hold one tensor twice (a moving average before its first round); the format wants each its own.
+    return save({name: array.clone(memory_format=torch.contiguous_format) for name, array in arrays.items()}, metadata)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file so that it is either the old one or the whole new one, also after a power cut."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise not_written(path, error) from None
+
+
+def not_written(path: Path, error: OSError) -> UserError:
+    """A full disk or a missing permission, in words."""
+    return UserError(f"{path} cannot be written: {error.strerror or error}; what was finished before is kept")

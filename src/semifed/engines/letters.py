@@ -1,0 +1,147 @@
+"""Letters between a server and clients elsewhere: named arrays and plain facts, whatever carries them.
+
+A client's letter holds what its method reports. How its training went (losses, labels it gave itself) is added only
+where the client shares it: in a simulation, or by its own choice.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from semifed.assembly import build_workplace
+from semifed.client_round import ClientRecord, Reply, Task, Workplace, client_round, too_few_images
+from semifed.data.client import ClientData
+from semifed.errors import ClientFailure
+from semifed.fit import Diverged
+from semifed.held import HeldStore
+from semifed.method import payload_types
+from semifed.methods import AnyMethod
+from semifed.models.backbones import Normalisation
+from semifed.pseudo import PseudoLabels
+from semifed.recipe import Recipe, check_recipe
+from semifed.wire import from_arrays, to_arrays
+
+Facts = dict[str, Any]  # text, numbers and lists of them
+NEVER = -1  # the round of a client that has no finished one
+
+
+class Letter(NamedTuple):
+    """What travels."""
+
+    arrays: dict[str, Tensor]
+    facts: Facts
+
+
+class Setting(NamedTuple):
+    """What a client must know to build the network it is sent weights of."""
+
+    recipe: str  # TOML, resolved
+    shape: tuple[int, ...]  # of an image
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def facts(self) -> Facts:
+        """For a letter."""
+        return {name: value if isinstance(value, str | int) else list(value) for name, value in self._asdict().items()}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Setting":
+        """From a letter."""
+        shape, mean, std = (tuple(facts[name]) for name in ("shape", "mean", "std"))
+        return cls(facts["recipe"], shape, facts["classes"], mean, std)
+
+    def parsed(self) -> Recipe:
+        """The recipe."""
+        return check_recipe(tomllib.loads(self.recipe))
+
+
+@lru_cache(maxsize=1)
+def workplace(setting: Setting) -> Workplace:
+    """What acts as a client; a process that answers several letters of a run builds it once."""
+    normalised = Normalisation(setting.mean, setting.std)
+    return build_workplace(setting.parsed(), setting.shape, setting.classes, normalised)
+
+
+def order(setting: Setting, task: Task, down: Any, *, left: int, finished: int) -> Letter:
+    """The letter that asks a client for a round.
+
+    It goes on from what it held at the end of round `left`, and may forget what it held before `finished`.
+    """
+    asked = {"round": task.round, "client": task.client, "lr": task.lr, "left": left, "finished": finished}
+    return Letter(to_arrays(down), {**setting.facts(), **asked})
+
+
+def answer(letter: Letter, data: ClientData, store: HeldStore, *, share_records: bool) -> Letter:
+    """A client's part of a round, from letter to letter; what it holds goes to its store."""
+    facts = letter.facts
+    round_, client, left = facts["round"], facts["client"], facts["left"]
+    place = workplace(Setting.of(facts))
+    _, down_type, _, kept_type = payload_types(place.method)
+    if reason := too_few_images(data):
+        return _failed(round_, reason)
+    held = None if left == NEVER else store.load(client, left, kept_type)
+    down: Any = from_arrays(down_type, letter.arrays)
+    try:
+        reply = client_round(place, Task(round_, client, facts["lr"], held), down, data)
+    except Diverged as error:
+        return _failed(round_, str(error))
+    assert reply.held is not None
+    store.save(client, round_, reply.held)
+    if facts["finished"] != NEVER:
+        store.forget_before(client, facts["finished"])
+    shared, arrays = _record(reply.record) if share_records else ({}, {})
+    seconds = {"round": round_, "seconds": reply.record.seconds}
+    up = {f"up/{name}": array for name, array in to_arrays(reply.up).items()}
+    return Letter(up | arrays, seconds | shared)
+
+
+def reply_of(letter: Letter, client: int, round_: int, method: AnyMethod) -> Reply | ClientFailure:
+    """What a client's letter says; one that is not what was asked for is a failure of that client."""
+    facts = letter.facts
+    if facts.get("round") != round_:
+        return ClientFailure(client, f"its answer was refused: it is for round {facts.get('round')}")
+    if "failed" in facts:
+        return ClientFailure(client, str(facts["failed"]))
+    _, _, up_type, _ = payload_types(method)
+    up = {name.removeprefix("up/"): array for name, array in letter.arrays.items() if name.startswith("up/")}
+    try:
+        return Reply(from_arrays(up_type, up), None, _told(client, letter))
+    except (ValueError, TypeError, KeyError) as error:
+        return ClientFailure(client, f"its update was refused: {error}")
+
+
+def _failed(round_: int, reason: str) -> Letter:
+    return Letter({}, {"round": round_, "failed": reason})
+
+
+def _record(record: ClientRecord) -> tuple[Facts, dict[str, Tensor]]:
+    facts = {
+        "steps": record.steps,
+        "images": record.images,
+        "terms": list(record.terms),
+        "term_values": list(record.terms.values()),
+        "measured": list(record.measured),
+        "measured_sums": [total for total, _ in record.measured.values()],
+        "measured_numbers": [number for _, number in record.measured.values()],
+    }
+    arrays = {} if record.pseudo is None else to_arrays(record.pseudo)
+    return facts, {f"pseudo/{name}": array for name, array in arrays.items()}
+
+
+def _told(client: int, letter: Letter) -> ClientRecord:
+    facts = letter.facts
+    pseudo = {name.removeprefix("pseudo/"): a for name, a in letter.arrays.items() if name.startswith("pseudo/")}
+    pairs = zip(facts.get("measured_sums", []), facts.get("measured_numbers", []), strict=True)
+    return ClientRecord(
+        client,
+        facts.get("steps", 0),
+        facts.get("images", 0),
+        dict(zip(facts.get("terms", []), facts.get("term_values", []), strict=True)),
+        from_arrays(PseudoLabels, pseudo) if pseudo else None,
+        facts["seconds"],
+        dict(zip(facts.get("measured", []), pairs, strict=True)),
+    )

@@ -1,0 +1,51 @@
+"""What clients hold from round to round, on disk: one file for each client and the round it was left in.
+
+A round may be repeated after an interruption, and an update may be refused: the client then goes on from an earlier
+round's end, so that file stays until a later one is known to count.
+"""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from semifed.client_round import Held
+from semifed.durable import packed, write_atomically
+from semifed.payloads import Nothing
+from semifed.wire import from_arrays, to_arrays
+
+
+class HeldStore:
+    """The directory `kept/` of a run, or of one party's part in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save(self, client: int, round_: int, held: Held) -> None:
+        """What a client leaves a round with; nothing is written where there is nothing to remember."""
+        # An empty Kept is not the same as none: only a method without any writes no file.
+        if held.momentum or held.private or not isinstance(held.kept, Nothing):
+            write_atomically(self.path(client, round_), packed(to_arrays(held), {}))
+
+    def load(self, client: int, round_: int, kept_type: type) -> Held | None:
+        """What a client left a round with, or None if it had nothing to remember."""
+        path = self.path(client, round_)
+        return _held(load_file(path), kept_type) if path.exists() else None
+
+    def forget_before(self, client: int, round_: int) -> None:
+        """Delete what can never be gone back to."""
+        for path in self.path(client, round_).parent.glob("*.safetensors*"):
+            if path.name < f"{round_:06d}":
+                path.unlink(missing_ok=True)
+
+    def path(self, client: int, round_: int) -> Path:
+        """The file of a client and round."""
+        return self.directory / f"{client:06d}" / f"{round_:06d}.safetensors"
+
+
+def _held(arrays: dict[str, Tensor], kept_type: type) -> Held:
+    kept, *weights = (
+        {name.removeprefix(f"{part}/"): a for name, a in arrays.items() if name.startswith(f"{part}/")}
+        for part in Held._fields
+    )
+    return Held(from_arrays(kept_type, kept), *weights)

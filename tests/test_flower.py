@@ -1,0 +1,240 @@
+"""Flower as an engine: the same numbers as on one machine, and what happens when clients fail."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from local_grid import LocalGrid, run_simulation
+from semifed.assembly import Parts, assemble, prepare_run
+from semifed.client_round import Held, Reply
+from semifed.data.client import ClientData
+from semifed.engines import flower_engine, letters
+from semifed.engines.flower import FlowerEngine, simulated_client
+from semifed.engines.letters import Letter, Setting, answer, order, reply_of
+from semifed.errors import ClientFailure, UserError
+from semifed.held import HeldStore
+from semifed.methods import method_names
+from semifed.net import Net
+from semifed.payloads import Down
+from semifed.recipe import Recipe, check_recipe
+from semifed.run import execute
+from test_golden import recipe_tables
+from toys import Quiet, equal_weights
+
+KEEPS_STATE = "flexmatch"
+
+
+def recipe_of(method: str, engine: str = "flower", **changes: Any) -> Recipe:
+    tables = recipe_tables(method)
+    return check_recipe({**tables, "rounds": 2, "engine": {"name": engine, "workers": 1}, **changes})
+
+
+def run_of(recipe: Recipe, out: Path, *, resume: bool = False) -> dict[str, Any]:
+    return execute(prepare_run(recipe), out, Quiet(), resume=resume)
+
+
+def model_of(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model" / "model.safetensors")
+
+
+def rounds_of(out: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (out / "rounds.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("method", method_names())
+def test_flower_gives_the_same_numbers(method: str, tmp_path: Path) -> None:
+    for engine in ("local", "flower"):
+        run_of(recipe_of(method, engine), tmp_path / engine)
+    assert equal_weights(model_of(tmp_path / "local"), model_of(tmp_path / "flower"))
+    assert rounds_of(tmp_path / "local") == rounds_of(tmp_path / "flower")
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("method", [KEEPS_STATE, "fedlpa"])
+@pytest.mark.parametrize("engines", [("flower", "flower"), ("flower", "local"), ("local", "flower")])
+def test_a_run_goes_on_with_either_engine(
+    method: str, engines: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run_of(recipe_of(method, "local", rounds=4), whole)
+    original = LocalGrid.send_and_receive
+    first, second = (recipe_of(method, engine, rounds=4) for engine in engines)
+
+    class Cut(Quiet):
+        def finished_round(self, record: Any) -> None:
+            if record["round"] == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(prepare_run(first), halves, Cut())
+    monkeypatch.setattr(LocalGrid, "send_and_receive", original)
+    run_of(second, halves, resume=True)
+    assert equal_weights(model_of(whole), model_of(halves))
+
+
+class World:
+    """An engine over a local grid, outside a run."""
+
+    def __init__(self, tmp_path: Path, method: str = KEEPS_STATE, timeout: float | None = None) -> None:
+        self.parts: Parts = prepare_run(recipe_of(method, clients_per_round=4))
+        scenario = self.parts.scenario
+        shape = tuple(scenario.dataset.x_train.shape[1:])
+        self.setting = Setting(
+            self.parts.recipe.to_toml(), shape, len(scenario.known), scenario.views.mean, scenario.views.std
+        )
+        self.store = HeldStore(tmp_path / "kept")
+        self.net: Net = assemble(self.parts)[0]
+        self.grid = LocalGrid(simulated_client(str(tmp_path / "kept")), 4)
+        self.engine = FlowerEngine(self.grid, self.setting, self.parts.method, timeout)
+
+    def ask(self, round_: int, clients: tuple[int, ...] = (0, 1, 2, 3)) -> list[Reply | ClientFailure]:
+        return self.engine.ask(round_, 0.05, clients, Down(self.net.state()))
+
+    def accepted(self, round_: int) -> list[Reply]:
+        replies = [one for one in self.ask(round_) if isinstance(one, Reply)]
+        self.engine.accept(round_, replies)
+        return replies
+
+
+def reasons(answers: list[Reply | ClientFailure]) -> dict[int, str]:
+    return {one.client: one.reason for one in answers if isinstance(one, ClientFailure)}
+
+
+def test_replies_come_in_the_order_of_the_clients(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    clients = [one.record.client for one in here.ask(1, (3, 0, 2)) if isinstance(one, Reply)]
+    assert clients == [3, 0, 2]
+
+
+def test_a_node_is_asked_who_it_is_once(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    here.ask(1, (0, 1))
+    here.ask(2, (0, 2))
+    assert sorted(client for kind, client in here.grid.asked if kind == "query.who") == [0, 1, 2, 3]
+
+
+def test_a_client_that_is_not_connected_is_a_failure(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    here.grid.gone = {1}
+    assert reasons(here.ask(1)) == {1: "it is not connected"}
+    here.grid.gone = set()
+    assert reasons(here.ask(2)) == {}
+
+
+def test_a_silent_client_is_not_addressed_again_until_it_says_who_it_is(tmp_path: Path) -> None:
+    here = World(tmp_path, timeout=5.0)
+    here.ask(1)
+    here.grid.silent = {2}
+    assert reasons(here.ask(2)) == {2: "no answer within 5 s"}
+    here.grid.asked.clear()
+    assert reasons(here.ask(3)) == {2: "it is not connected"}
+    assert ("query.who", 2) in here.grid.asked
+    assert ("train.letter", 2) not in here.grid.asked
+    here.grid.silent = set()
+    assert reasons(here.ask(4)) == {}
+
+
+def test_a_client_that_raises_is_a_failure_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = World(tmp_path)
+    original = letters.client_round
+
+    def broken(place: Any, task: Any, down: Any, data: ClientData) -> Reply:
+        if task.client == 3:
+            raise MemoryError("no room")
+        return original(place, task, down, data)
+
+    monkeypatch.setattr(letters, "client_round", broken)
+    found = reasons(here.ask(1))
+    assert list(found) == [3]
+    assert "MemoryError" in found[3]
+    assert "no room" in found[3]
+    monkeypatch.setattr(letters, "client_round", original)
+    assert reasons(here.ask(2)) == {}
+
+
+def kept(here: World, client: int, round_: int) -> Held:
+    from semifed.method import payload_types
+
+    held = here.store.load(client, round_, payload_types(here.parts.method)[3])
+    assert held is not None
+    return held
+
+
+def test_a_refused_client_goes_on_from_before(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    here.accepted(1)
+    before = kept(here, 0, 1)
+    here.ask(2)  # nothing of it is accepted
+    assert here.engine.left == dict.fromkeys(range(4), 1)
+    again = here.ask(2)
+    assert equal_weights(letters.to_arrays(kept(here, 0, 1)), letters.to_arrays(before))
+    first = {one.record.client: one for one in here.ask(2) if isinstance(one, Reply)}
+    for one in again:
+        assert isinstance(one, Reply)
+        assert equal_weights(one.up.weights, first[one.record.client].up.weights)
+
+
+def test_what_can_be_needed_again_stays_on_disk(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    for round_ in (1, 2, 3):
+        here.accepted(round_)
+    # Round 3 is not checkpointed yet, as far as a client knows: it may have to be repeated from the end of round 2.
+    assert sorted(path.stem for path in here.store.path(0, 1).parent.iterdir()) == ["000002", "000003"]
+
+
+def a_letter(here: World, tmp_path: Path) -> Letter:
+    from semifed.client_round import Task
+
+    asked = order(here.setting, Task(1, 0, 0.05, None), Down(here.net.state()), left=-1, finished=-1)
+    data = here.parts.scenario.client(0)
+    return answer(asked, data, HeldStore(tmp_path / "other"), share_records=False)
+
+
+def test_a_letter_tells_nothing_but_what_the_method_reports(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    letter = a_letter(here, tmp_path)
+    assert set(letter.facts) == {"round", "seconds"}
+    names = {f"up/weights/{name}" for name in here.net.trained_names()} | {"up/samples"}
+    assert set(letter.arrays) == names
+
+
+def test_odd_letters_are_refused(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    letter, method = a_letter(here, tmp_path), here.parts.method
+    assert isinstance(reply_of(letter, 0, 1, method), Reply)
+    late = reply_of(letter, 0, 2, method)
+    assert late == ClientFailure(0, "its answer was refused: it is for round 1")
+    stranger = Letter({**letter.arrays, "up/secret": torch.zeros(1)}, letter.facts)
+    assert reply_of(stranger, 0, 1, method) == ClientFailure(
+        0, "its update was refused: unexpected array 'secret' for Up"
+    )
+    lacking = Letter({name: a for name, a in letter.arrays.items() if name != "up/samples"}, letter.facts)
+    assert reply_of(lacking, 0, 1, method) == ClientFailure(0, "its update was refused: array 'samples' is missing")
+
+
+def test_without_flower_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "semifed.engines.flower", raising=False)
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    with pytest.raises(UserError, match=r"pip install 'semifed\[flower\]'"):
+        flower_engine()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's and Flower's own
+def test_flowers_simulation_gives_the_same_numbers(tmp_path: Path) -> None:
+    for engine in ("local", "flower"):
+        run_of(recipe_of("openfl", engine), tmp_path / engine)
+    assert equal_weights(model_of(tmp_path / "local"), model_of(tmp_path / "flower"))
+    assert rounds_of(tmp_path / "local") == rounds_of(tmp_path / "flower")
