@@ -10,12 +10,13 @@ from uuid import uuid4
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer imports names that the newest click is about to drop
-    import semifed.engines.flower  # noqa: F401  it tells Flower to keep quiet before anything of it is loaded
     from flwr.app import Context, Error, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity
+
+    import semifed.engines.flower  # noqa: F401  it tells Flower to keep quiet before anything of it is loaded
 
 RAISED = 2  # Flower's code for an app that raised
 

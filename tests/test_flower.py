@@ -92,12 +92,12 @@ class World:
         scenario = self.parts.scenario
         shape = tuple(scenario.dataset.x_train.shape[1:])
         self.setting = Setting(
-            self.parts.recipe.to_toml(), shape, len(scenario.known), scenario.views.mean, scenario.views.std
+            self.parts.recipe.to_toml(), shape, tuple(scenario.class_names()), scenario.views.mean, scenario.views.std
         )
         self.store = HeldStore(tmp_path / "kept")
         self.net: Net = assemble(self.parts)[0]
         self.grid = LocalGrid(simulated_client(str(tmp_path / "kept")), 4)
-        self.engine = FlowerEngine(self.grid, self.setting, self.parts.method, timeout)
+        self.engine = FlowerEngine(self.grid, self.setting, self.parts.method, timeout=timeout)
 
     def ask(self, round_: int, clients: tuple[int, ...] = (0, 1, 2, 3)) -> list[Reply | ClientFailure]:
         return self.engine.ask(round_, 0.05, clients, Down(self.net.state()))
@@ -197,9 +197,9 @@ def test_what_can_be_needed_again_stays_on_disk(tmp_path: Path) -> None:
 def a_letter(here: World, tmp_path: Path) -> Letter:
     from semifed.client_round import Task
 
-    asked = order(here.setting, Task(1, 0, 0.05, None), Down(here.net.state()), left=-1, finished=-1)
+    asked = order(here.setting, "run", Task(1, 0, 0.05, None), Down(here.net.state()), left=-1, finished=-1)
     data = here.parts.scenario.client(0)
-    return answer(asked, data, HeldStore(tmp_path / "other"), share_records=False)
+    return answer(asked, data, HeldStore(tmp_path / "other"))
 
 
 def test_a_letter_tells_nothing_but_what_the_method_reports(tmp_path: Path) -> None:

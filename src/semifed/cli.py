@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from semifed import __version__
+from semifed.deploy.commands import app as deploy
 from semifed.errors import UserError, nearest
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are answered at once
@@ -28,6 +29,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Federated learning when labels are scarce, clients are many, and some classes have no name yet.",
 )
+
+app.add_typer(deploy, name="deploy")
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A built-in name (semifed list recipes) or a TOML file.")
@@ -52,7 +55,7 @@ def run(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run directory; default runs/RECIPE/METHOD-seedN.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    engine: Annotated[str | None, typer.Option(help="Where clients run.")] = None,
+    engine: Annotated[str | None, typer.Option(metavar="local|flower", help="Where clients run.")] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; 0 = one a core.")] = None,
     seed: Annotated[int | None, typer.Option(help="The run's seed.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what went wrong.")] = False,

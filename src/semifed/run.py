@@ -34,8 +34,13 @@ from semifed.wire import Weights, fault_of, odd_ones_out, size_in_bytes
 MOST_STRIPS = 60  # groups whose images are shown, the largest first
 
 
-def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False) -> dict[str, Any]:
-    """Run all rounds that are not finished yet and write the run directory; the summary is returned."""
+def execute(
+    parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False, engine: Engine | None = None
+) -> dict[str, Any]:
+    """Run all rounds that are not finished yet and write the run directory; the summary is returned.
+
+    The recipe says which engine the clients run in, unless one is given.
+    """
     torch.set_num_threads(1)
     recipe, scenario = parts.recipe, parts.scenario
     net, evaluator = assemble(parts)
@@ -52,6 +57,8 @@ def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False
             return RoundLoop(parts, net, engine, evaluator, rundir, reporter).run()
 
         try:
+            if engine is not None:
+                return rounds(engine)
             if recipe.engine.name == "flower":
                 return _simulated(parts, rounds, rundir)
             engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
@@ -63,11 +70,10 @@ def execute(parts: Parts, out: Path, reporter: Reporter, *, resume: bool = False
 
 def _simulated(parts: Parts, rounds: Callable[[Engine], dict[str, Any]], rundir: RunDirectory) -> dict[str, Any]:
     """The rounds in Flower's simulation."""
-    recipe, scenario = parts.recipe, parts.scenario
-    shape, views = tuple(scenario.dataset.x_train.shape[1:]), scenario.views
+    recipe = parts.recipe
     outcome: dict[str, Any] = flower_engine().simulate(
         rounds,
-        Setting(recipe.to_toml(), shape, len(scenario.known), tuple(views.mean), tuple(views.std)),
+        setting_of(parts),
         parts.method,
         clients=recipe.scenario.clients,
         workers=recipe.engine.workers or available_cores(),
@@ -75,6 +81,15 @@ def _simulated(parts: Parts, rounds: Callable[[Engine], dict[str, Any]], rundir:
         store=rundir.checkpoint.store.directory.absolute(),
     )
     return outcome
+
+
+def setting_of(parts: Parts) -> Setting:
+    """What clients elsewhere must know."""
+    scenario = parts.scenario
+    shape = tuple(scenario.dataset.x_train.shape[1:])
+    return Setting(
+        parts.recipe.to_toml(), shape, tuple(scenario.class_names()), scenario.views.mean, scenario.views.std
+    )
 
 
 class RoundLoop:
@@ -107,8 +122,9 @@ class RoundLoop:
         self.rundir.truncate_rounds(last and last.round, last and last.record)
         evaluation: Evaluation | None = None
         if last is None:
-            self.rundir.write_json("partition.json", class_counts(self.scenario))
-            self._warn_of_small_clients()
+            if self.scenario.holdings:  # nobody knows what clients elsewhere hold
+                self.rundir.write_json("partition.json", class_counts(self.scenario))
+                self._warn_of_small_clients()
             server, evaluation = self._setup()
             first = 1
         else:

@@ -146,7 +146,7 @@ def _assembled(name: str, arrays: Arrays, where: str, source: Source | None) -> 
     if source is not None and source.mean is not None and source.std is not None:
         mean, std = source.mean, source.std
     else:
-        mean, std = _moments(arrays.x_train if len(arrays.x_train) else arrays.x_test)
+        mean, std = moments(arrays.x_train if len(arrays.x_train) else arrays.x_test)
     counts = len(arrays.x_train), len(arrays.x_test)
     if source is not None and counts != source.images:
         parts = zip(counts, source.images, ("training", "test"), strict=True)
@@ -156,7 +156,7 @@ def _assembled(name: str, arrays: Arrays, where: str, source: Source | None) -> 
     return Dataset(name, x_train, y_train, x_test, y_test, classes, mean, std, where, owner)
 
 
-def _moments(x: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def moments(x: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel of pixels in [0, 1], exact because pixels have only 256 values."""
     levels = np.arange(256) / 255
     mean: list[float] = []

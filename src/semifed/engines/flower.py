@@ -4,6 +4,7 @@ The round loop is ours; Flower carries letters. Clients are addressed by their s
 it is asked; Flower's own node ids are random. Replies are put in client order, so nothing depends on who was first.
 """
 
+import hashlib
 import logging
 import os
 import time
@@ -22,29 +23,57 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from rich.console import Console
 
 from semifed.assembly import prepare_run
 from semifed.client_round import Held, Reply, Task
 from semifed.data.scenario import Scenario
+from semifed.data.site import read_site
+from semifed.data.views import Views
+from semifed.deploy.certificates import public_pem
+from semifed.deploy.consortium import read_client, read_consortium, server_parts
 from semifed.engines.letters import NEVER, Letter, Setting, answer, order, reply_of
-from semifed.errors import ClientFailure
+from semifed.errors import ClientFailure, UserError
 from semifed.held import HeldStore
 from semifed.methods import AnyMethod
+from semifed.progress import Lines
+from semifed.report import write_report
+from semifed.run import execute, setting_of
 
 LETTER, WHO = "letter", "who"
+WAITING_SECONDS = 5.0  # between two looks for clients that come back
 QUESTION_SECONDS = 60.0  # a node that does not say who it is within this time is asked again in the next round
 T = TypeVar("T")
 
 
 class FlowerEngine:
-    """Asks the nodes of a grid; each of them is one client."""
+    """Asks the nodes of a grid; each of them is one client.
 
-    def __init__(self, grid: Grid, setting: Setting, method: AnyMethod, timeout: float | None) -> None:
+    With `keys` a node is believed to be a client only if it holds that client's key. Where fewer than `least` clients
+    answer, the missing ones are asked again when they are back, for `patience` seconds.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        setting: Setting,
+        method: AnyMethod,
+        *,
+        run: str = "simulation",
+        timeout: float | None = None,
+        keys: Mapping[int, bytes] | None = None,
+        least: int = 0,
+        patience: float = 0.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.left: dict[int, int] = {}
         self._round = NEVER
         self._finished: dict[int, int] = {}  # `left` when this round began, that is at the last checkpoint
-        self._grid, self._setting, self._method, self._timeout = grid, setting, method, timeout
+        self._grid, self._setting, self._method, self._run = grid, setting, method, run
+        self._timeout = timeout
+        self._keys, self._least, self._patience, self._say = keys, least, patience, say
         self._client_of: dict[int, int] = {}  # by node id
+        self._refused: set[int] = set()  # node ids
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
@@ -52,39 +81,26 @@ class FlowerEngine:
         """A letter to each of the clients that are there, and their answers."""
         if round_ != self._round:
             self._round, self._finished = round_, dict(self.left)
-        node_of = self._nodes()
-        answers: dict[int, Reply | ClientFailure] = {
-            client: ClientFailure(client, "it is not connected") for client in clients if client not in node_of
-        }
-        records: dict[int, ArrayRecord] = {}  # the broadcast is packed once
-        messages = []
-        for client in clients:
-            if client in answers:
-                continue
-            task = Task(round_, client, lr, None)
-            payload = (own or {}).get(client, down)
-            letter = order(
+        letters = {
+            client: order(
                 self._setting,
-                task,
-                payload,
+                self._run,
+                Task(round_, client, lr, None),
+                (own or {}).get(client, down),
                 left=self.left.get(client, NEVER),
                 finished=self._finished.get(client, NEVER),
             )
-            if id(payload) not in records:
-                records[id(payload)] = _array_record(letter.arrays)
-            content = RecordDict({"arrays": records[id(payload)], "facts": ConfigRecord(letter.facts)})
-            messages.append(
-                Message(content, dst_node_id=node_of[client], message_type=f"train.{LETTER}", group_id=str(round_))
-            )
-        for reply in self._grid.send_and_receive(messages, timeout=self._timeout):
-            client = self._client_of.get(reply.metadata.src_node_id, NEVER)
-            if client in clients:
-                answers[client] = self._read(reply, client, round_)
-        silent = f"no answer within {self._timeout:g} s" if self._timeout else "no answer"
-        for client in clients:
-            if client not in answers:
-                answers[client] = ClientFailure(client, silent)
-                self._client_of.pop(node_of[client])  # it must say who it is before it is addressed again
+            for client in clients
+        }
+        until = time.monotonic() + self._patience
+        answers = self._exchange(round_, letters)
+        while time.monotonic() < until:
+            missing = {client: letters[client] for client, one in answers.items() if isinstance(one, ClientFailure)}
+            if len(clients) - len(missing) >= min(self._least, len(clients)):
+                break
+            self._say(f"round {round_}: {len(clients) - len(missing)} of {len(clients)} clients, waiting for more")
+            time.sleep(WAITING_SECONDS)
+            answers |= self._exchange(round_, missing)
         return [answers[client] for client in clients]
 
     def accept(self, round_: int, replies: Sequence[Reply]) -> None:
@@ -98,6 +114,30 @@ class FlowerEngine:
     def close(self) -> None:
         """The grid is not ours to close."""
 
+    def _exchange(self, round_: int, letters: Mapping[int, Letter]) -> dict[int, Reply | ClientFailure]:
+        node_of = self._nodes()
+        answers: dict[int, Reply | ClientFailure] = {
+            client: ClientFailure(client, "it is not connected") for client in letters if client not in node_of
+        }
+        asked = {client: letter for client, letter in letters.items() if client in node_of}
+        records: dict[tuple[int, ...], ArrayRecord] = {}  # what is sent to many is packed once
+        messages = []
+        for client, letter in asked.items():
+            same = tuple(map(id, letter.arrays.values()))
+            if same not in records:
+                records[same] = _array_record(letter.arrays)
+            content = RecordDict({"arrays": records[same], "facts": ConfigRecord(letter.facts)})
+            messages.append(Message(content, node_of[client], f"train.{LETTER}", group_id=str(round_)))
+        for reply in self._grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
+            client = self._client_of.get(reply.metadata.src_node_id, NEVER)
+            if client in asked:
+                answers[client] = self._read(reply, client, round_)
+        for client in asked:
+            if client not in answers:
+                answers[client] = ClientFailure(client, f"no answer within {self._timeout or 0:g} s")
+                self._client_of.pop(node_of[client])  # it must say who it is before it is addressed again
+        return answers
+
     def _read(self, reply: Message, client: int, round_: int) -> Reply | ClientFailure:
         if reply.has_error():
             return ClientFailure(client, f"Flower reports error {reply.error.code}: {reply.error.reason}")
@@ -105,18 +145,29 @@ class FlowerEngine:
 
     def _nodes(self) -> dict[int, int]:
         """Node ids by client; nodes that are new or did not answer say who they are first."""
-        present = set(self._grid.get_node_ids())
+        present = {node.node_id: bytes(node.public_key) for node in self._grid.get_nodes()}
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         asked = [
             Message(RecordDict(), dst_node_id=node, message_type=f"query.{WHO}")
-            for node in sorted(present - self._client_of.keys())
+            for node in sorted(present.keys() - self._client_of.keys() - self._refused)
         ]
-        if asked:
-            for reply in self._grid.send_and_receive(asked, timeout=QUESTION_SECONDS):
-                if not reply.has_error():
-                    said: Any = reply.content["who"]
-                    self._client_of[reply.metadata.src_node_id] = int(said["client"])
+        for reply in self._grid.send_and_receive(asked, timeout=QUESTION_SECONDS) if asked else ():
+            if not reply.has_error():
+                said: Any = reply.content["who"]
+                node = reply.metadata.src_node_id
+                self._introduce(node, int(said["client"]), present[node])
         return {client: node for node, client in self._client_of.items()}
+
+    def _introduce(self, node: int, client: int, key: bytes) -> None:
+        """Believe a node that it is a client, if it holds the client's key and nobody else is that client."""
+        if self._keys is not None and self._keys.get(client) != key:
+            self._refused.add(node)
+            self._say(f"a node says it is client {client}, but its key is another one's: it is not believed")
+        elif client in self._client_of.values():
+            self._refused.add(node)
+            self._say(f"a second node says it is client {client}: it is not asked")
+        else:
+            self._client_of[node] = client
 
 
 def _array_record(arrays: Mapping[str, torch.Tensor]) -> ArrayRecord:
@@ -134,6 +185,12 @@ def _message(letter: Letter, to: Message) -> Message:
     return Message(content, reply_to=to)
 
 
+def _who(message: Message, context: Context) -> Message:
+    """A node says which client it is."""
+    content = RecordDict({"who": ConfigRecord({"client": int(context.node_config["partition-id"])})})
+    return Message(content, reply_to=message)
+
+
 @lru_cache(maxsize=1)
 def _scenario(setting: Setting) -> Scenario:
     """A simulated client takes its part of the data itself; all of a process share them."""
@@ -144,10 +201,7 @@ def simulated_client(store: str) -> ClientApp:
     """The app that acts as any client of a simulation; what they hold lies in one directory."""
     app = ClientApp()
 
-    @app.query(WHO)
-    def who(message: Message, context: Context) -> Message:
-        content = RecordDict({"who": ConfigRecord({"client": int(context.node_config["partition-id"])})})
-        return Message(content, reply_to=message)
+    app.query(WHO)(_who)
 
     @app.train(LETTER)
     def train(message: Message, context: Context) -> Message:
@@ -155,7 +209,7 @@ def simulated_client(store: str) -> ClientApp:
         letter = _letter(message)
         client = int(context.node_config["partition-id"])
         data = _scenario(Setting.of(letter.facts)).client(client)
-        return _message(answer(letter, data, HeldStore(Path(store)), share_records=True), message)
+        return _message(answer(letter, data, HeldStore(Path(store)), share="all"), message)
 
     return app
 
@@ -182,7 +236,7 @@ def simulate(
         while len(list(grid.get_node_ids())) < clients:  # nodes register while the server app starts
             time.sleep(0.1)
         try:
-            outcome.append(rounds(FlowerEngine(grid, setting, method, timeout)))
+            outcome.append(rounds(FlowerEngine(grid, setting, method, timeout=timeout)))
         except BaseException as error:  # Flower would print it and go on
             failure.append(error)
 
@@ -196,3 +250,63 @@ def simulate(
     if failure:
         raise failure[0]
     return outcome[0]
+
+
+def deployed_client() -> ClientApp:
+    """The app of a node that is one client, with its images in a folder of its own."""
+    app = ClientApp()
+
+    app.query(WHO)(_who)
+
+    @app.train(LETTER)
+    def train(message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)
+        letter = _letter(message)
+        folder = Path(str(context.node_config["folder"]))
+        client = read_client(folder)
+        if letter.facts["client"] != client.number:
+            raise UserError(f"a letter for client {letter.facts['client']} came to client {client.number}")
+        setting = Setting.of(letter.facts)
+        recipe, state = setting.parsed(), folder / client.state
+        views = Views.parse(recipe.views.weak, recipe.views.strong, mean=setting.mean, std=setting.std)
+        cache = state / "images.safetensors"
+        data = read_site(folder / client.data, setting.names, setting.shape, views, cache=cache)
+        if recipe.scenario.labels == "server":
+            data = data._replace(labelled=data.labelled[:0], labels=data.labels[:0])
+        store = HeldStore(state / "kept" / str(letter.facts["run"]))
+        return _message(answer(letter, data, store, share=client.share), message)
+
+    return app
+
+
+def deployed_server() -> ServerApp:
+    """The app of the server: its recipe, its images, our round loop over the nodes that are there."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        torch.set_num_threads(1)
+        told = context.run_config
+        folder, out = Path(str(told["folder"])), Path(str(told["out"]))
+        console = Console(no_color=True, width=160)
+        try:
+            consortium, parts = read_consortium(folder), server_parts(folder)
+            reporter = Lines(console)
+            engine = FlowerEngine(
+                grid,
+                setting_of(parts),
+                parts.method,
+                run=hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16],
+                timeout=parts.recipe.engine.timeout,
+                keys={number: public_pem(member.key) for number, member in enumerate(consortium.clients)},
+                least=parts.recipe.min_clients,
+                patience=consortium.patience,
+                say=reporter.warn,
+            )
+            execute(parts, out, reporter, resume=bool(told["resume"]), engine=engine)
+            write_report(out)
+        except UserError as error:
+            console.print(f"error: {error}", markup=False, highlight=False)
+            raise SystemExit(2) from None
+
+    return app

@@ -1,13 +1,13 @@
 """Letters between a server and clients elsewhere: named arrays and plain facts, whatever carries them.
 
-A client's letter holds what its method reports. How its training went (losses, labels it gave itself) is added only
-where the client shares it: in a simulation, or by its own choice.
+A client's letter holds what its method reports and how long it took. Losses are added where the client shares them, the
+labels it gave its images in simulations alone.
 """
 
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from semifed.recipe import Recipe, check_recipe
 from semifed.wire import from_arrays, to_arrays
 
 Facts = dict[str, Any]  # text, numbers and lists of them
+Share = Literal["nothing", "losses", "all"]
 NEVER = -1  # the round of a client that has no finished one
 
 
@@ -40,19 +41,18 @@ class Setting(NamedTuple):
 
     recipe: str  # TOML, resolved
     shape: tuple[int, ...]  # of an image
-    classes: int
+    names: tuple[str, ...]  # of the known classes
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def facts(self) -> Facts:
         """For a letter."""
-        return {name: value if isinstance(value, str | int) else list(value) for name, value in self._asdict().items()}
+        return {name: value if isinstance(value, str) else list(value) for name, value in self._asdict().items()}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Setting":
         """From a letter."""
-        shape, mean, std = (tuple(facts[name]) for name in ("shape", "mean", "std"))
-        return cls(facts["recipe"], shape, facts["classes"], mean, std)
+        return cls(facts["recipe"], *(tuple(facts[name]) for name in cls._fields[1:]))
 
     def parsed(self) -> Recipe:
         """The recipe."""
@@ -63,19 +63,19 @@ class Setting(NamedTuple):
 def workplace(setting: Setting) -> Workplace:
     """What acts as a client; a process that answers several letters of a run builds it once."""
     normalised = Normalisation(setting.mean, setting.std)
-    return build_workplace(setting.parsed(), setting.shape, setting.classes, normalised)
+    return build_workplace(setting.parsed(), setting.shape, len(setting.names), normalised)
 
 
-def order(setting: Setting, task: Task, down: Any, *, left: int, finished: int) -> Letter:
-    """The letter that asks a client for a round.
+def order(setting: Setting, run: str, task: Task, down: Any, *, left: int, finished: int) -> Letter:
+    """The letter that asks a client for a round of a run.
 
     It goes on from what it held at the end of round `left`, and may forget what it held before `finished`.
     """
-    asked = {"round": task.round, "client": task.client, "lr": task.lr, "left": left, "finished": finished}
+    asked = {"run": run, "round": task.round, "client": task.client, "lr": task.lr, "left": left, "finished": finished}
     return Letter(to_arrays(down), {**setting.facts(), **asked})
 
 
-def answer(letter: Letter, data: ClientData, store: HeldStore, *, share_records: bool) -> Letter:
+def answer(letter: Letter, data: ClientData, store: HeldStore, *, share: Share = "nothing") -> Letter:
     """A client's part of a round, from letter to letter; what it holds goes to its store."""
     facts = letter.facts
     round_, client, left = facts["round"], facts["client"], facts["left"]
@@ -93,10 +93,13 @@ def answer(letter: Letter, data: ClientData, store: HeldStore, *, share_records:
     store.save(client, round_, reply.held)
     if facts["finished"] != NEVER:
         store.forget_before(client, facts["finished"])
-    shared, arrays = _record(reply.record) if share_records else ({}, {})
-    seconds = {"round": round_, "seconds": reply.record.seconds}
-    up = {f"up/{name}": array for name, array in to_arrays(reply.up).items()}
-    return Letter(up | arrays, seconds | shared)
+    told: Facts = {"round": round_, "seconds": reply.record.seconds}
+    arrays = {f"up/{name}": array for name, array in to_arrays(reply.up).items()}
+    if share != "nothing":
+        told |= _losses(reply.record)
+    if share == "all" and reply.record.pseudo is not None:
+        arrays |= {f"pseudo/{name}": array for name, array in to_arrays(reply.record.pseudo).items()}
+    return Letter(arrays, told)
 
 
 def reply_of(letter: Letter, client: int, round_: int, method: AnyMethod) -> Reply | ClientFailure:
@@ -118,8 +121,8 @@ def _failed(round_: int, reason: str) -> Letter:
     return Letter({}, {"round": round_, "failed": reason})
 
 
-def _record(record: ClientRecord) -> tuple[Facts, dict[str, Tensor]]:
-    facts = {
+def _losses(record: ClientRecord) -> Facts:
+    return {
         "steps": record.steps,
         "images": record.images,
         "terms": list(record.terms),
@@ -128,8 +131,6 @@ def _record(record: ClientRecord) -> tuple[Facts, dict[str, Tensor]]:
         "measured_sums": [total for total, _ in record.measured.values()],
         "measured_numbers": [number for _, number in record.measured.values()],
     }
-    arrays = {} if record.pseudo is None else to_arrays(record.pseudo)
-    return facts, {f"pseudo/{name}": array for name, array in arrays.items()}
 
 
 def _told(client: int, letter: Letter) -> ClientRecord:

@@ -1,0 +1,121 @@
+"""The two files that describe a federation: `consortium.toml` at the server, `client.toml` at each client."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import torch
+from pydantic import Field, ValidationError
+
+from semifed.assembly import Parts
+from semifed.complaint import complaint
+from semifed.data.datasets import Dataset, moments
+from semifed.data.image_folder import image_files
+from semifed.data.scenario import UNKNOWN, Scenario, Sealed
+from semifed.data.site import decoded, read_site
+from semifed.data.views import Views
+from semifed.errors import UserError
+from semifed.override import tuples
+from semifed.recipe import Positive, Table, Text, Whole
+from semifed.recipe_file import load_recipe
+
+CONSORTIUM, CLIENT, RECIPE = "consortium.toml", "client.toml", "recipe.toml"
+A_DAY = 86_400.0
+Side = Annotated[Whole, Field(ge=1, le=4096)]
+T = TypeVar("T", bound=Table)
+
+
+class Member(Table):
+    """A client as the server knows it; its number is its place in the list."""
+
+    name: Text
+    key: Text  # its public key, one line as OpenSSH writes it
+
+
+class Consortium(Table):
+    """What all parties have agreed on."""
+
+    address: Text  # host:port at which clients reach the server
+    classes: Annotated[tuple[Text, ...], Field(min_length=1)]  # in the order of the model's outputs
+    image: tuple[Side, Side, Side]  # channels, height, width that every image is brought to
+    mean: tuple[float, ...] | None = None  # of pixels in [0, 1]; absent: those of the server's own images
+    std: tuple[Positive, ...] | None = None
+    patience: Positive = A_DAY  # seconds a round waits for min_clients
+    clients: Annotated[tuple[Member, ...], Field(min_length=1)]
+
+
+class Client(Table):
+    """What a client decides for itself."""
+
+    server: Text  # host:port
+    number: Annotated[Whole, Field(ge=0)]
+    data: Text = "data"  # folders, relative to this file
+    state: Text = "state"
+    share: Literal["nothing", "losses"] = "nothing"  # beside what the method reports
+
+
+def read_consortium(folder: Path) -> Consortium:
+    """The server's file."""
+    return _read(folder / CONSORTIUM, Consortium)
+
+
+def read_client(folder: Path) -> Client:
+    """A client's file."""
+    return _read(folder / CLIENT, Client)
+
+
+def server_parts(folder: Path) -> Parts:
+    """What the recipe and the server's own images stand for; the clients' images are elsewhere."""
+    consortium = read_consortium(folder)
+    recipe = load_recipe(str(folder / RECIPE), [])
+    method = recipe.build_method()
+    if method.opens_labels or method.opens_classes():
+        raise UserError(f"{recipe.method['name']} needs labels that no client has: it is a bound, for simulations only")
+    if recipe.scenario.clients != len(consortium.clients):
+        raise UserError(
+            f"{folder / RECIPE}: scenario.clients is {recipe.scenario.clients}, "
+            f"{CONSORTIUM} lists {len(consortium.clients)} clients"
+        )
+    test, raw, names = _test_images(folder / "data" / "test", consortium)
+    mean, std = consortium.mean, consortium.std
+    if mean is None or std is None:
+        mean, std = moments(test.numpy())
+    views = Views.parse(recipe.views.weak, recipe.views.strong, mean=mean, std=std)
+    own = None
+    if recipe.scenario.labels == "server":
+        own = read_site(folder / "data", consortium.classes, consortium.image, views)
+        own = own._replace(unlabelled=own.unlabelled[:0])
+        if not len(own.labelled):
+            raise UserError(f"{folder / 'data' / 'labelled'}: labels = 'server' needs images there, found none")
+    images = own.images[own.labelled] if own is not None else test[:0]
+    labels = own.labels if own is not None else raw[:0]
+    dataset = Dataset(folder.resolve().name, images, labels, test, raw, names, mean, std, str(folder))
+    known = tuple(range(len(consortium.classes)))
+    test_labels = torch.where(raw < len(known), raw, UNKNOWN)
+    return Parts(recipe, method, Scenario(dataset, known, views, own, [], labels, Sealed(labels), test_labels))
+
+
+def _test_images(folder: Path, consortium: Consortium) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+    """Images, classes and their names: the known ones and then all other folders, which hold unknowns."""
+    children = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    others = [path.name for path in children if path.name not in consortium.classes]
+    names = (*consortium.classes, *others)
+    files = [(path, names.index(child.name)) for child in children for path in image_files(child)]
+    if not any(label < len(consortium.classes) for _, label in files):
+        raise UserError(f"{folder}: expected test images of the known classes, a folder a class, found none")
+    files.sort(key=lambda pair: (pair[0].name, pair[1]))
+    images = decoded([path for path, _ in files], consortium.image)
+    return images, torch.tensor([label for _, label in files]), names
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file; `semifed deploy init` writes it") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    try:
+        return kind.model_validate(tuples(tables))
+    except ValidationError as error:
+        raise UserError(f"{path}: {complaint(error, kind)}") from None
