@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
 
-.PHONY: demo test fast lint types clean
+.PHONY: demo test test-deploy fast lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/semifed sweep quickstart method=server-only,fedfixmatch --seeds 0,1,2 --out demo
@@ -13,6 +13,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# A real federation on the loopback address, about eight minutes; the proxy is nginx.
+test-deploy: $(VENV)/.installed-dev
+	@command -v nginx > /dev/null || { echo "nginx is missing: apt install nginx-light"; exit 1; }
+	$(BIN)/pytest drills -s --timeout 900
 
 fast: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"

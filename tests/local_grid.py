@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer imports names that the newest click is about to drop
     from flwr.app import Context, Error, Message, RecordDict
     from flwr.clientapp import ClientApp
+    from flwr.proto.node_pb2 import NodeInfo
     from flwr.serverapp import Grid, ServerApp
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity
@@ -32,6 +33,7 @@ class LocalGrid(Grid):
             node: Context(1, node, {"partition-id": client, "num-partitions": clients}, RecordDict(), {})
             for node, client in self.client_of.items()
         }
+        self.keys: dict[int, bytes] = {}  # by node
         self.gone: set[int] = set()  # clients that are not connected
         self.silent: set[int] = set()  # connected, but they never answer
         self.asked: list[tuple[str, int]] = []  # type of message and client
@@ -52,6 +54,9 @@ class LocalGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         return [node for node, client in self.client_of.items() if client not in self.gone]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.get_node_ids()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         raise NotImplementedError
@@ -80,3 +85,8 @@ def run_simulation(
     """In place of Flower's own."""
     context = Context(1, 1, {}, RecordDict(), {})
     server_app(LocalGrid(client_app, num_supernodes), context)
+
+
+def run_app(server_app: ServerApp, grid: LocalGrid, told: dict[str, Any]) -> None:
+    """A server app over a grid, with the settings of a run."""
+    server_app(grid, Context(1, 1, {}, RecordDict(), {"resume": False, **told}))

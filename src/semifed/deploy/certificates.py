@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -84,7 +85,7 @@ def public_pem(line: str) -> bytes:
     """The public key of such a line as PEM, the form in which Flower tells who a node is."""
     try:
         key = serialization.load_ssh_public_key(line.encode())
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise UserError(f"'{line[:40]}...' is not a public key: {error}") from None
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 

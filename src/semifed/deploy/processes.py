@@ -1,5 +1,6 @@
 """The processes of a federation: Flower's own binaries, shown before they are started and ended with us."""
 
+import ctypes
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from semifed.errors import UserError
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
 NAMES = "names.json"
+SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 START_SECONDS = 120.0
 END_SECONDS = 20.0
 Say = Callable[[str], None]
@@ -178,9 +180,15 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
 
 def _start(command: Sequence[str], more: dict[str, str], say: Say, ending: ExitStack) -> "subprocess.Popen[bytes]":
     say("$ " + " ".join(command))
-    process = subprocess.Popen(command, env=_environment(more), start_new_session=True)
+    process = subprocess.Popen(command, env=_environment(more), start_new_session=True, preexec_fn=_die_with_parent)
     ending.callback(_end, process)
     return process
+
+
+def _die_with_parent() -> None:
+    """Ask the system to end this process when the one that started it is gone, however it went (Linux alone)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,0 +1,289 @@
+"""Founding a federation, what its parties read, and the apps of server and clients without a network between them."""
+
+import ssl
+import stat
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from PIL import Image
+
+from command import semifed
+from local_grid import LocalGrid, run_app
+from semifed.assembly import prepare_run
+from semifed.data.site import read_site
+from semifed.data.views import Views
+from semifed.deploy.certificates import client_key, new_authority, public_pem, server_certificate
+from semifed.deploy.consortium import read_client, read_consortium, server_parts
+from semifed.deploy.founding import fill_with_samples, found, sample_agreement
+from semifed.deploy.inspection import what_travels
+from semifed.engines.flower import deployed_client, deployed_server
+from semifed.errors import UserError
+from semifed.method import payload_types
+from semifed.recipe import Recipe, check_recipe
+from semifed.run import execute
+from test_flower import model_of, rounds_of
+from test_golden import recipe_tables
+from toys import Quiet, equal_weights
+
+VIEWS = Views.parse("none", "none", mean=(0.5,), std=(0.5,))
+
+
+def small_recipe(method: str, **changes: Any) -> Recipe:
+    return check_recipe({**recipe_tables(method), "rounds": 2, **changes})
+
+
+def founded(directory: Path, recipe: Recipe) -> Path:
+    found(directory, sample_agreement(recipe, "localhost:8443", 8000))
+    fill_with_samples(directory, recipe)
+    return directory
+
+
+def federation(directory: Path, clients: int) -> LocalGrid:
+    """A grid whose nodes hold the keys and folders of a founded federation."""
+    grid = LocalGrid(deployed_client(), clients)
+    consortium = read_consortium(directory / "server")
+    for node, client in grid.client_of.items():
+        grid.contexts[node].node_config["folder"] = str(directory / "clients" / f"client-{client}")
+        grid.keys[node] = public_pem(consortium.clients[client].key)
+    return grid
+
+
+# The same model from folders as from a data set
+
+
+@pytest.mark.parametrize("method", ["openfl", "sage", "fedavg", "flexmatch", "fedlpa"])
+def test_a_federation_of_folders_gives_the_model_of_a_local_run(method: str, tmp_path: Path) -> None:
+    recipe = small_recipe(method, **({} if method != "fedlpa" else {"scenario": without_validation(method)}))
+    fed = founded(tmp_path / "fed", recipe)
+    execute(prepare_run(recipe), tmp_path / "local", Quiet())
+    run_app(deployed_server(), federation(fed, 4), {"folder": str(fed / "server"), "out": str(tmp_path / "out")})
+    assert equal_weights(model_of(tmp_path / "local"), model_of(tmp_path / "out"))
+    ours, theirs = rounds_of(tmp_path / "local"), rounds_of(tmp_path / "out")
+    assert [one["clients"] for one in ours] == [one["clients"] for one in theirs]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def without_validation(method: str) -> dict[str, Any]:
+    return {**recipe_tables(method)["scenario"], "validation_fraction": 0.0}
+
+
+def test_losses_are_shared_only_by_those_who_say_so(tmp_path: Path) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("sage"))
+    grid = federation(fed, 4)
+    told = {"folder": str(fed / "server"), "out": str(tmp_path / "silent")}
+    run_app(deployed_server(), grid, told)
+    assert all(one["loss"] == {} for one in rounds_of(tmp_path / "silent"))
+    for number in range(4):
+        path = fed / "clients" / f"client-{number}" / "client.toml"
+        path.write_text(path.read_text().replace('share = "nothing"', 'share = "losses"'))
+    run_app(deployed_server(), grid, {**told, "out": str(tmp_path / "open")})
+    assert all("supervised" in one["loss"] for one in rounds_of(tmp_path / "open")[1:])
+    assert all(one["pseudo"] == {} for one in rounds_of(tmp_path / "open"))
+    assert equal_weights(model_of(tmp_path / "silent"), model_of(tmp_path / "open"))
+
+
+def test_a_node_with_another_key_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("fedavg", clients_per_round=4, min_clients=1))
+    grid = federation(fed, 4)
+    one, other = grid.node_of(0), grid.node_of(1)
+    grid.keys[one] = grid.keys[other]
+    run_app(deployed_server(), grid, {"folder": str(fed / "server"), "out": str(tmp_path / "out")})
+    for record in rounds_of(tmp_path / "out")[1:]:
+        assert record["clients"] == [1, 2, 3]
+        assert record["failures"] == [{"client": 0, "reason": "it is not connected"}]
+    assert "says it is client 0, but its key is another one's" in capsys.readouterr().out
+
+
+def test_a_round_waits_for_its_fewest_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe("fedavg", clients_per_round=4, min_clients=4)
+    fed = founded(tmp_path / "fed", recipe)
+    grid = federation(fed, 4)
+    grid.gone = {2}
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            grid.gone = set()
+
+    clock = SimpleNamespace(sleep=nap, monotonic=time.monotonic)
+    monkeypatch.setattr("semifed.engines.flower.time", clock)
+    run_app(deployed_server(), grid, {"folder": str(fed / "server"), "out": str(tmp_path / "out")})
+    assert len(naps) == 3
+    execute(prepare_run(recipe), tmp_path / "local", Quiet())
+    assert equal_weights(model_of(tmp_path / "local"), model_of(tmp_path / "out"))
+
+
+# What is written
+
+
+def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("fedavg"))
+    secrets = [
+        fed / "authority" / "ca.key",
+        fed / "server" / "tls" / "server.key",
+        fed / "clients" / "client-0" / "key",
+    ]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600] * 3
+    everything = b"".join(path.read_bytes() for path in (fed / "server").rglob("*") if path.is_file())
+    assert (fed / "clients" / "client-0" / "key").read_bytes() not in everything
+    assert (fed / "authority" / "ca.key").read_bytes() not in everything
+
+
+def test_the_certificate_is_for_the_names_clients_use(tmp_path: Path) -> None:
+    authority = new_authority("test")
+    pair = server_certificate(authority, ["fl.example.org", "192.0.2.7", "localhost"])
+    certificate = x509.load_pem_x509_certificate(pair.public)
+    certificate.verify_directly_issued_by(authority.certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
+    assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7"]
+    path = tmp_path / "both.pem"
+    path.write_bytes(pair.private + pair.public)
+    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(path)
+
+
+def test_a_key_pair_is_one() -> None:
+    pair = client_key()
+    private = serialization.load_ssh_private_key(pair.private, None)
+    public = private.public_key().public_bytes(  # type: ignore[union-attr]
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    assert public_pem(pair.public.decode()) == public
+    with pytest.raises(UserError, match="is not a public key"):
+        public_pem("ssh-nonsense AAAA")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        found(tmp_path, sample_agreement(small_recipe("fedavg"), "localhost:8443", 8000))
+
+
+@pytest.mark.parametrize("address", ["localhost", ":8443", "localhost:", "localhost:port"])
+def test_an_address_has_a_port(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not of the form host:port"):
+        found(tmp_path / "fed", sample_agreement(small_recipe("fedavg"), address, 8000))
+
+
+# What is read
+
+
+def picture(path: Path, level: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (4, 4), level).save(path)
+
+
+def test_a_party_reads_its_own_folders(tmp_path: Path) -> None:
+    picture(tmp_path / "labelled" / "cat" / "b.png", 10)
+    picture(tmp_path / "labelled" / "dog" / "a.png", 20)
+    picture(tmp_path / "unlabelled" / "deep" / "x.png", 30)
+    picture(tmp_path / "unlabelled" / "again.png", 10)
+    data = read_site(tmp_path, ["cat", "dog"], (1, 4, 4), VIEWS)
+    assert data.images[data.labelled, 0, 0, 0].tolist() == [20, 10]
+    assert data.labels.tolist() == [1, 0]
+    assert data.images[data.unlabelled, 0, 0, 0].tolist() == [10, 30]
+    assert data.image_count == 3  # the picture in both folders counts once
+
+
+def test_decoded_images_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(tmp_path / "data" / "unlabelled" / "x.png", 30)
+    cache = tmp_path / "images.safetensors"
+    first = read_site(tmp_path / "data", [], (1, 4, 4), VIEWS, cache=cache)
+    monkeypatch.setattr("semifed.data.site.read_image", lambda *_: pytest.fail("it was decoded again"))
+    again = read_site(tmp_path / "data", [], (1, 4, 4), VIEWS, cache=cache)
+    assert torch.equal(first.images, again.images)
+    monkeypatch.undo()
+    picture(tmp_path / "data" / "unlabelled" / "y.png", 40)
+    assert len(read_site(tmp_path / "data", [], (1, 4, 4), VIEWS, cache=cache).images) == 2
+    cache.write_bytes(b"damaged")
+    assert len(read_site(tmp_path / "data", [], (1, 4, 4), VIEWS, cache=cache).images) == 2
+
+
+def test_mistakes_in_folders_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a folder"):
+        read_site(tmp_path / "absent", ["cat"], (1, 4, 4), VIEWS)
+    with pytest.raises(UserError, match="found none"):
+        read_site(tmp_path, ["cat"], (1, 4, 4), VIEWS)
+    picture(tmp_path / "labelled" / "cta" / "b.png", 10)
+    with pytest.raises(UserError, match="the consortium knows no class 'cta'; did you mean 'cat'"):
+        read_site(tmp_path, ["cat", "dog"], (1, 4, 4), VIEWS)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        ("server/consortium.toml", "address", 'adress = "x"\naddress', "adress: unknown key; did you mean 'address'"),
+        ("server/recipe.toml", "clients = 4", "clients = 5", "scenario.clients is 5"),
+        ("server/recipe.toml", 'name = "fedavg"', 'name = "fedavg-sl"', "it is a bound, for simulations only"),
+        (
+            "clients/client-0/client.toml",
+            "number = 0",
+            "number = -1",
+            "it must be at least 0",
+        ),
+        ("clients/client-0/client.toml", '"nothing"', '"everything"', "share: there is no 'everything'"),
+    ],
+)
+def test_mistakes_in_the_agreement_are_told(file: str, old: str, new: str, told: str, tmp_path: Path) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("fedavg"))
+    text = (fed / file).read_text()
+    assert old in text
+    (fed / file).write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError, match=told):
+        read_client((fed / file).parent) if "client.toml" in file else server_parts(fed / "server")
+
+
+def test_a_folder_that_is_none_of_ours_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no such file; `semifed deploy init` writes it"):
+        server_parts(tmp_path)
+
+
+# What travels
+
+
+def fields_of(kind: Any) -> tuple[str, ...]:
+    names: tuple[str, ...] = kind._fields
+    return names
+
+
+@pytest.mark.parametrize("method", ["fedavg", "openfl", "proxyfl", "fedmatch", "fedlpa"])
+def test_inspect_lists_what_a_method_declares(method: str) -> None:
+    parts = prepare_run(small_recipe(method))
+    down, up = what_travels(parts)
+    _, down_type, up_type, _ = payload_types(parts.method)
+    assert {one.name.partition("/")[0] for one in down} <= set(fields_of(down_type))
+    assert {"weights", "samples"} <= {one.name.partition("/")[0] for one in up} <= set(fields_of(up_type))
+    assert all(one.bytes >= 0 for one in (*down, *up))
+
+
+def test_the_command_founds_and_inspects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["scenario.clients=2", "clients_per_round=2", "--recipe", "quickstart", "--sample"]
+    done = semifed(capsys, "deploy", "init", str(tmp_path / "fed"), *few)
+    assert done.code == 0
+    assert "README.md" in done.out
+    shown = semifed(capsys, "deploy", "inspect", str(tmp_path / "fed" / "server"))
+    assert shown.code == 0
+    assert "weights/classifier.weight" in shown.out
+    missing = semifed(capsys, "deploy", "init", str(tmp_path / "other"), "--recipe", "quickstart")
+    assert missing.code == 2
+    assert "--clients, --classes and --image tell what the parties agreed on" in missing.err
+    agreed = [
+        "--clients",
+        "north,south",
+        "--classes",
+        "cat,dog",
+        "--image",
+        "3,32,32",
+        "--address",
+        "fl.example.org:443",
+    ]
+    real = semifed(capsys, "deploy", "init", str(tmp_path / "real"), "--recipe", "quickstart", *agreed)
+    assert real.code == 0
+    assert [one.name for one in read_consortium(tmp_path / "real" / "server").clients] == ["north", "south"]
