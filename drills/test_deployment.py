@@ -41,6 +41,7 @@ class Federation:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.running: list[subprocess.Popen[bytes]] = []
         self.door, self.inside = free_port(), free_port()
         self.started = time.monotonic()
         self.command(
@@ -60,10 +61,12 @@ class Federation:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def start(self, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
-        log = open(self.root / f"{name}.log", "ab")  # noqa: SIM115  it lives as long as the process
+    def start(self, name: str, *arguments: str) -> None:
+        log = open(self.root / f"{name}.log", "ab")  # noqa: SIM115  the process keeps its own handle
         self.say(f"start {name}")
-        return subprocess.Popen([SEMIFED, "deploy", *arguments], stdout=log, stderr=log, start_new_session=True)
+        command = [SEMIFED, "deploy", *arguments]
+        self.running.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+        log.close()
 
     def log(self, name: str) -> str:
         path = self.root / f"{name}.log"
@@ -94,9 +97,11 @@ class Federation:
         self.say(what)
 
     def kill(self, *words: str) -> None:
-        """SIGKILL to all processes that name this directory and these words: no chance to say good-bye."""
-        for pid in self.processes(*words):
-            os.kill(pid, signal.SIGKILL)
+        """SIGKILL to all processes that name this directory and these words, and their groups: no good-bye."""
+        for group in {os.getpgid(pid) for pid in self.processes(*words)}:
+            os.killpg(group, signal.SIGKILL)
+        for process in self.running:
+            process.poll()
 
     def processes(self, *words: str) -> list[int]:
         found = []
@@ -124,6 +129,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         yield here
     finally:
         here.kill()
+        for process in here.running:
+            process.wait(10)
 
 
 def refused(federation: Federation, name: str, flags: Sequence[str]) -> str:
@@ -170,7 +177,8 @@ def test_the_door_leads_to_the_fleet_alone(federation: Federation, path: str) ->
     address = f"https://localhost:{federation.door}{path}"
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(urllib.request.Request(address, data=b"x", method="POST"), context=context, timeout=10)
-    assert caught.value.code == 403
+    with caught.value as answer:
+        assert answer.code == 403
     federation.say(f"POST {path} through the proxy: 403")
 
 

@@ -54,7 +54,7 @@ def serve(folder: Path, say: Say, *, proxy: bool) -> int:
                 )
             started.append(_start([nginx, "-c", str((folder / "nginx.conf").absolute())], {}, say, ending))
         say(f"serving {len(consortium.clients)} clients; Ctrl-C ends it")
-        return _until_one_ends(started)
+        return _until_one_ends(started, say)
 
 
 def join(folder: Path, say: Say) -> int:
@@ -73,7 +73,7 @@ def join(folder: Path, say: Say) -> int:
     with ExitStack() as ending:
         home = (folder / "flower").absolute()
         home.mkdir(exist_ok=True)
-        return _until_one_ends([_start(node, {"FLWR_HOME": str(home)}, say, ending)])
+        return _until_one_ends([_start(node, {"FLWR_HOME": str(home)}, say, ending)], say)
 
 
 def run(folder: Path, out: Path, say: Say, *, resume: bool) -> bool:
@@ -202,7 +202,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait()
 
 
-def _until_one_ends(started: Sequence["subprocess.Popen[bytes]"]) -> int:
+def _until_one_ends(started: Sequence["subprocess.Popen[bytes]"], say: Say) -> int:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -212,17 +212,24 @@ def _until_one_ends(started: Sequence["subprocess.Popen[bytes]"]) -> int:
             time.sleep(0.5)
     except KeyboardInterrupt:
         return 0
-    return next(process.returncode for process in started if process.poll() is not None) or 0
+    ended = next(process for process in started if process.poll() is not None)
+    say(f"{_name(ended)} ended with code {ended.returncode}")
+    return 1
 
 
 def _wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
     until = time.monotonic() + START_SECONDS
     while not _listening(port):
         if process.poll() is not None:
-            raise UserError(f"{Path(process.args[0]).name} ended with code {process.returncode}")  # type: ignore[index, arg-type]
+            raise UserError(f"{_name(process)} ended with code {process.returncode}")
         if time.monotonic() > until:
             raise UserError(f"nothing listens on 127.0.0.1:{port} after {START_SECONDS:g} s")
         time.sleep(0.2)
+
+
+def _name(process: "subprocess.Popen[bytes]") -> str:
+    command: Any = process.args
+    return Path(command[0]).name
 
 
 def _listening(port: int) -> bool:
