@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from semifed.adversary import Attack, attackers
 from semifed.client_round import Workplace
 from semifed.data.client import Budget
 from semifed.data.datasets import load
@@ -93,7 +94,15 @@ def build_workplace(
         optimiser(recipe),
         local.keep_optimizer,
         recipe.seed,
+        _attack(recipe, classes),
     )
+
+
+def _attack(recipe: Recipe, classes: int) -> Attack | None:
+    if recipe.attack.kind == "none":
+        return None
+    drawn = attackers(recipe.seed, recipe.scenario.clients, recipe.attack.share)
+    return Attack(recipe.attack.kind, drawn, recipe.attack.scale, classes)
 
 
 def assemble(parts: Parts) -> tuple[Net, Evaluator]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from semifed.adversary import Attack, corrupted, poisoned
 from semifed.data.client import Budget, ClientData
 from semifed.fit import Course, Optimiser
 from semifed.methods import AnyMethod
@@ -26,6 +27,7 @@ class Workplace(NamedTuple):
     optimiser: Optimiser
     keep_optimizer: bool
     seed: int
+    attack: Attack | None = None  # simulated
 
 
 class Held(NamedTuple):
@@ -83,6 +85,9 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
     place.net.load(down.weights)
     kept, momentum, private = task.held if task.held is not None else (None, None, {})
     place.net.load(private)
+    attack = place.attack if place.attack is not None and task.client in place.attack.clients else None
+    if attack is not None:
+        data = poisoned(data, attack)
     with torch.no_grad():
         visit = Visit(place.seed, task.round, task.client)
         local = place.method.prepare(place.net, down, data, kept, visit)
@@ -92,6 +97,8 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
     with torch.no_grad():
         up = place.method.report(place.net, local, fitted)
         left = place.method.keep(place.net, local, fitted.left)
+        if attack is not None:
+            up = corrupted(up, down.weights, attack, visit)
     record = ClientRecord(
         task.client,
         fitted.steps,

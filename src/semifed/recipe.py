@@ -168,6 +168,28 @@ class EvaluateTable(Table):
     discover_images: AtLeastOne = 5_000  # at most
 
 
+class AttackTable(Table):
+    """Simulated attackers among the clients."""
+
+    kind: Literal["none", "sign-flip", "noise", "label-flip", "free-rider", "lie"] = "none"
+    share: Annotated[float, Field(ge=0, le=1)] = 0.2  # of all clients
+    scale: Positive = 1.0  # of sign-flip and noise, in lengths of an honest change
+
+
+class DefenceTable(Table):
+    """What is done to updates before a method sees them."""
+
+    steps: str = ""
+
+    @model_validator(mode="after")
+    def _known(self) -> "DefenceTable":
+        if self.steps:
+            from semifed.robust import defence
+
+            defence(self.steps)
+        return self
+
+
 class EngineTable(Table):
     """Where clients run: decides the speed, never the numbers."""
 
@@ -193,6 +215,8 @@ class Recipe(Table):
     local: LocalTable = LocalTable()
     server: ServerTable = ServerTable()
     evaluate: EvaluateTable = EvaluateTable()
+    attack: AttackTable = AttackTable()
+    defence: DefenceTable = DefenceTable()
     engine: EngineTable = EngineTable()
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """The round loop: from a recipe to a run directory."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from semifed.net import Net
 from semifed.progress import Reporter
 from semifed.report.contact_sheet import strip
 from semifed.rng import numpy_stream
+from semifed.robust import absurd, defence
 from semifed.rundir import RunDirectory, finite, summary
 from semifed.schedule import schedule_factor
 from semifed.server import ServerSite
@@ -114,6 +115,7 @@ class RoundLoop:
         self._server_lr = self.site.lr
         self._client_lr = recipe.local.lr
         self._initial = net.state()
+        self._defence = defence(recipe.defence.steps)
 
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
@@ -157,7 +159,7 @@ class RoundLoop:
             traffic[1] += sum(size_in_bytes(letters.get(client, down)) for client in cohort)
             expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
-            fresh = _alike([_checked(answer, down, expected) for answer in replies])
+            fresh = _believable(_alike([_checked(answer, down, expected) for answer in replies]), down)
             accepted = [answer for answer in fresh if isinstance(answer, Reply)]
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
             self.engine.accept(round_, accepted)
@@ -169,6 +171,8 @@ class RoundLoop:
                     f"round {round_}: only {len(ups)} of {len(cohort)} clients delivered, min_clients is "
                     f"{recipe.min_clients}; the last finished round is kept ({_reasons(fresh)})"
                 )
+            for step in self._defence:
+                ups = step(ups, down.weights)
             return ups
 
         server = self.method.round(server, ask, self.site)
@@ -295,9 +299,21 @@ def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]
     return answer
 
 
+def _believable(answers: Sequence[Reply | ClientFailure], down: Any) -> list[Reply | ClientFailure]:
+    """Replies of an absurd size become failures of their clients."""
+    faults = iter(absurd([answer.up for answer in answers if isinstance(answer, Reply)], down.weights))
+    return _without_faulty(answers, faults)
+
+
 def _alike(answers: Sequence[Reply | ClientFailure]) -> list[Reply | ClientFailure]:
     """Replies that are shaped unlike most others become failures of their clients."""
     faults = iter(odd_ones_out([answer.up for answer in answers if isinstance(answer, Reply)]))
+    return _without_faulty(answers, faults)
+
+
+def _without_faulty(
+    answers: Sequence[Reply | ClientFailure], faults: Iterator[str | None]
+) -> list[Reply | ClientFailure]:
     return [
         ClientFailure(answer.record.client, f"its update was refused: {fault}")
         if isinstance(answer, Reply) and (fault := next(faults))

@@ -1,0 +1,166 @@
+"""Defences against broken and hostile clients: steps that turn a round's updates into safer ones.
+
+A step never looks at what a method does with updates afterwards, so any of them goes with every method. Where a step
+makes one model of many (median, trimmed mean), all clients that learnt anything send that model on, with their own
+counts: whatever weights a method then averages them with, it is what it gets.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from semifed.errors import UserError, nearest
+from semifed.wire import Weights
+
+ABSURD = 100.0  # times the median change: no client that works as told gets there
+FEWEST = 3  # updates that a median says anything about
+
+
+class Step(NamedTuple):
+    """One step of a defence with its number."""
+
+    name: str
+    value: float | None
+
+    def __call__(self, updates: Sequence[Any], received: Weights) -> list[Any]:
+        """The updates that go on."""
+        return STEPS[self.name](list(updates), received, self.value)
+
+
+def defence(text: str) -> list[Step]:
+    """The steps of a text such as "clip(1) trimmed(0.2)"."""
+    steps = []
+    for word in text.split():
+        match = re.fullmatch(r"([a-z-]+)(?:\(([0-9.]+)\))?", word)
+        if match is None or match[1] not in STEPS:
+            raise UserError(f"defence.steps: there is no '{word}'; {nearest(word.partition('(')[0], sorted(STEPS))}")
+        value = float(match[2]) if match[2] is not None else None
+        low, high = BOUNDS[match[1]]
+        if value is not None and not low <= value <= high:
+            raise UserError(f"defence.steps: {match[1]}({match[2]}) is out of range: from {low:g} to {high:g}")
+        steps.append(Step(match[1], value))
+    return steps
+
+
+def change_norms(updates: Sequence[Any], received: Weights) -> Tensor:
+    """How far each update is from what the clients received: the norm over all weights, [updates]."""
+    return torch.tensor([float(torch.linalg.vector_norm(_change(one.weights, received))) for one in updates])
+
+
+def absurd(updates: Sequence[Any], received: Weights) -> list[str | None]:
+    """For each update, why its size is beyond belief; None if it is not.
+
+    The measure is the median change of those who learnt anything; among fewer than three nobody can tell.
+    """
+    norms = change_norms(updates, received)
+    learnt = torch.tensor([float(one.samples) > 0 for one in updates], dtype=torch.bool)
+    if int(learnt.sum()) < FEWEST:
+        return [None] * len(updates)
+    usual = float(norms[learnt].median())
+    return [
+        f"it changes the weights by {norm:.3g}, most others by {usual:.3g}" if norm > ABSURD * usual > 0 else None
+        for norm in norms.tolist()
+    ]
+
+
+def clipped(updates: list[Any], received: Weights, factor: float | None) -> list[Any]:
+    """No change larger than `factor` times the median one (default 1); larger ones are scaled down."""
+    norms = change_norms(updates, received)
+    learnt = [index for index, one in enumerate(updates) if float(one.samples) > 0]
+    if not learnt:
+        return updates
+    limit = (1.0 if factor is None else factor) * float(norms[learnt].median())
+    return [
+        one if norm <= limit else one._replace(weights=_scaled(one.weights, received, limit / norm))
+        for one, norm in zip(updates, norms.tolist(), strict=True)
+    ]
+
+
+def coordinate_median(updates: list[Any], received: Weights, _: float | None) -> list[Any]:
+    """Each weight is the median over clients; of an even number, the mean of the middle two."""
+    return _unanimous(updates, lambda stack: stack.quantile(0.5, dim=0))
+
+
+def trimmed_mean(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
+    """Each weight is the mean over clients without the given share of the largest and of the smallest values."""
+
+    def trimmed(stack: Tensor) -> Tensor:
+        drop = int((0.1 if share is None else share) * len(stack))
+        return stack.sort(dim=0).values[drop : len(stack) - drop].mean(dim=0)
+
+    return _unanimous(updates, trimmed)
+
+
+def krum_scores(changes: Tensor, hostile: int) -> Tensor:
+    """Krum's score of each change [n, weights]: the sum of squared distances to its n − hostile − 2 nearest, [n]."""
+    count = len(changes)
+    distances = torch.cdist(changes, changes, compute_mode="donot_use_mm_for_euclid_dist").square()
+    near = max(min(count - hostile - 2, count - 1), 1)
+    others = distances + torch.diag(torch.full((count,), torch.inf, dtype=distances.dtype))
+    return others.sort(dim=1).values[:, :near].sum(dim=1)
+
+
+def krum(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
+    """Only the update nearest to its neighbours goes on, where that share of the clients may be hostile."""
+    return _nearest(updates, received, share, kept=lambda count, hostile: 1)
+
+
+def multi_krum(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
+    """All but the hostile share of the updates go on, those nearest to their neighbours."""
+    return _nearest(updates, received, share, kept=lambda count, hostile: max(count - hostile, 1))
+
+
+STEPS: dict[str, Callable[[list[Any], Weights, float | None], list[Any]]] = {
+    "clip": clipped,
+    "median": coordinate_median,
+    "trimmed": trimmed_mean,
+    "krum": krum,
+    "multi-krum": multi_krum,
+}
+BOUNDS = {
+    "clip": (0.01, 1000.0),
+    "median": (0.0, 0.0),
+    "trimmed": (0.0, 0.49),
+    "krum": (0, 0.49),
+    "multi-krum": (0, 0.49),
+}
+
+
+def _nearest(updates: list[Any], received: Weights, share: float | None, kept: Callable[[int, int], int]) -> list[Any]:
+    learnt = [index for index, one in enumerate(updates) if float(one.samples) > 0]
+    if len(learnt) < FEWEST:
+        return updates
+    hostile = int((0.2 if share is None else share) * len(learnt))
+    changes = torch.stack([_change(updates[index].weights, received) for index in learnt])
+    order = krum_scores(changes, hostile).argsort(stable=True)[: kept(len(learnt), hostile)]
+    return [updates[learnt[place]] for place in sorted(order.tolist())]
+
+
+def _unanimous(updates: list[Any], combined: Callable[[Tensor], Tensor]) -> list[Any]:
+    """One model for all who learnt anything; updates that nothing was learnt for stay as they are."""
+    learnt = [one for one in updates if float(one.samples) > 0]
+    if not learnt:
+        return updates
+    model = {}
+    for name, tensor in learnt[0].weights.items():
+        value = combined(torch.stack([one.weights[name].double() for one in learnt]))
+        model[name] = (value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype)
+    return [one._replace(weights=model) if float(one.samples) > 0 else one for one in updates]
+
+
+def _change(weights: Weights, received: Weights) -> Tensor:
+    parts = [(tensor.double() - received[name].double()).flatten() for name, tensor in weights.items()]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _scaled(weights: Weights, received: Weights, factor: float) -> Weights:
+    """The change times a factor; counters are what they are."""
+    return {
+        name: (received[name].double() + factor * (tensor.double() - received[name].double())).to(tensor.dtype)
+        if tensor.dtype.is_floating_point
+        else tensor
+        for name, tensor in weights.items()
+    }

@@ -1,0 +1,224 @@
+"""Defences and attackers: each step against plain NumPy loops, and whole runs with hostile clients."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semifed.adversary import Attack, attackers, corrupted, poisoned
+from semifed.assembly import prepare_run
+from semifed.errors import UserError
+from semifed.payloads import Up, Visit
+from semifed.recipe import check_recipe
+from semifed.robust import absurd, change_norms, defence, krum_scores
+from semifed.run import execute
+from semifed.wire import Weights
+from test_flower import model_of, rounds_of
+from test_golden import recipe_tables
+from toys import Quiet, equal_weights, toy_parts, toy_recipe
+
+RECEIVED: Weights = {"w": torch.tensor([[1.0, -2.0], [0.5, 0.0]]), "n": torch.tensor(7)}
+
+
+def update(change: list[float], samples: float = 10.0, counter: int = 9) -> Up:
+    moved = RECEIVED["w"] + torch.tensor(change).view(2, 2)
+    return Up({"w": moved, "n": torch.tensor(counter)}, torch.tensor(samples))
+
+
+def random_updates(count: int, seed: int = 0) -> list[Up]:
+    rng = np.random.default_rng(seed)
+    return [update(row.tolist()) for row in rng.normal(size=(count, 4))]
+
+
+def after(steps: str, updates: list[Up]) -> list[Up]:
+    for step in defence(steps):
+        updates = step(updates, RECEIVED)
+    return updates
+
+
+def rows(updates: list[Up]) -> np.ndarray:
+    return np.stack([one.weights["w"].double().numpy().ravel() for one in updates])
+
+
+def test_norms_in_loops() -> None:
+    updates = random_updates(4)
+    start = RECEIVED["w"].numpy().ravel()
+    expected = [sum((row[i] - start[i]) ** 2 for i in range(4)) for row in rows(updates)]
+    counter = (9 - 7) ** 2
+    np.testing.assert_allclose(change_norms(updates, RECEIVED), np.sqrt(np.array(expected) + counter), rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_the_median_is_numpys(count: int) -> None:
+    updates = random_updates(count)
+    np.testing.assert_allclose(
+        rows(after("median", updates)), np.tile(np.median(rows(updates), axis=0), (count, 1)), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("share", "dropped"), [("0.1", 1), ("0.25", 2), ("0.4", 4)])
+def test_the_trimmed_mean_in_loops(share: str, dropped: int) -> None:
+    updates = random_updates(10)
+    columns = rows(updates).T
+    expected = [np.mean(sorted(column)[dropped : 10 - dropped]) for column in columns]
+    np.testing.assert_allclose(rows(after(f"trimmed({share})", updates))[3], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("hostile", [0, 1, 3])
+def test_krums_scores_in_loops(hostile: int) -> None:
+    changes = np.random.default_rng(3).normal(size=(8, 5))
+    expected = []
+    for i in range(8):
+        distances = sorted(((changes[i] - changes[j]) ** 2).sum() for j in range(8) if j != i)
+        expected.append(sum(distances[: 8 - hostile - 2]))
+    np.testing.assert_allclose(krum_scores(torch.from_numpy(changes), hostile), expected, rtol=1e-9)
+
+
+def test_krum_leaves_out_the_far_ones() -> None:
+    near = random_updates(8)
+    far = [update([50.0, 50.0, 50.0, 50.0]), update([-60.0, 0.0, 0.0, 0.0])]
+    assert [id(one) for one in after("multi-krum(0.2)", [far[0], *near, far[1]])] == [id(one) for one in near]
+    (one,) = after("krum(0.2)", [far[0], *near, far[1]])
+    assert any(one is other for other in near)
+
+
+def test_clipping_shortens_the_longest_alone() -> None:
+    updates = [update([1.0, 0, 0, 0], counter=7), update([0, 2.0, 0, 0], counter=7), update([0, 0, 8.0, 0], counter=7)]
+    found = after("clip", updates)
+    assert found[0] is updates[0]
+    assert found[1] is updates[1]
+    np.testing.assert_allclose(rows(found)[2] - RECEIVED["w"].numpy().ravel(), [0, 0, 2, 0], atol=1e-6)
+    np.testing.assert_allclose(rows(after("clip(2)", updates))[2] - RECEIVED["w"].numpy().ravel(), [0, 0, 4, 0])
+
+
+@given(st.integers(3, 9), st.sampled_from(["clip", "median", "trimmed(0.2)", "krum", "multi-krum"]), st.integers(0, 99))
+def test_equal_updates_stay_as_they_are(count: int, steps: str, seed: int) -> None:
+    one = random_updates(1, seed)[0]
+    for found in after(steps, [one] * count):
+        assert equal_weights(found.weights, one.weights)
+
+
+@pytest.mark.parametrize("steps", ["median", "trimmed(0.3)", "multi-krum(0.3)", "clip"])
+def test_a_minority_cannot_move_a_defended_mean_far(steps: str) -> None:
+    honest = random_updates(7)
+    for size in (1e2, 1e4):
+        hostile = [update([size] * 4) for _ in range(3)]
+        mean = rows(after(steps, honest + hostile)).mean(axis=0)
+        assert np.abs(mean - RECEIVED["w"].numpy().ravel()).max() < 5.0
+
+
+def test_who_learnt_nothing_has_no_say() -> None:
+    updates = [*random_updates(3), update([9.0, 9.0, 9.0, 9.0], samples=0.0)]
+    np.testing.assert_allclose(rows(after("median", updates))[0], np.median(rows(updates[:3]), axis=0), rtol=1e-6)
+    assert after("median", updates)[3] is updates[3]
+    assert after("krum", updates[:2]) == updates[:2]  # nobody can tell who of two is right
+    idle = [update([0.0] * 4, samples=0.0)] * 3
+    for steps in ("median", "clip", "krum", "trimmed"):
+        assert after(steps, idle) == idle
+
+
+def test_sizes_beyond_belief_are_refused() -> None:
+    updates = [*random_updates(4), update([1e4, 0, 0, 0])]
+    faults = absurd(updates, RECEIVED)
+    assert faults[:4] == [None] * 4
+    assert "it changes the weights by 1e+04, most others by" in str(faults[4])
+    assert absurd(updates[-2:], RECEIVED) == [None, None]  # of two nobody can tell
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("medain", "did you mean 'median'"), ("trimmed(0.7)", "out of range"), ("clip(", "there is no 'clip('")],
+)
+def test_misspelt_defences_are_told(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told.replace("(", r"\(")):
+        defence(text)
+
+
+# Attackers
+
+
+def attack(kind: Any, scale: float = 1.0) -> Attack:
+    return Attack(kind, frozenset({1}), scale, 3)
+
+
+def test_attackers_are_a_fixed_share_of_the_clients() -> None:
+    found = attackers(0, 20, 0.3)
+    assert len(found) == 6
+    assert found == attackers(0, 20, 0.3)
+    assert found != attackers(1, 20, 0.3)
+    assert attackers(0, 20, 0.0) == frozenset()
+
+
+def test_what_attackers_send() -> None:
+    honest, visit = update([1.0, 2.0, 3.0, 4.0]), Visit(0, 1, 1)
+    start = RECEIVED["w"].numpy().ravel()
+    flipped = corrupted(honest, RECEIVED, attack("sign-flip", 2.0), visit)
+    np.testing.assert_allclose(rows([flipped])[0] - start, [-2, -4, -6, -8], atol=1e-6)
+    lazy = corrupted(honest, RECEIVED, attack("free-rider"), visit)
+    assert equal_weights(lazy.weights, RECEIVED)
+    assert float(lazy.samples) == 10.0
+    noisy = corrupted(honest, RECEIVED, attack("noise", 3.0), visit)
+    assert not equal_weights(noisy.weights, honest.weights)
+    assert equal_weights(noisy.weights, corrupted(honest, RECEIVED, attack("noise", 3.0), visit).weights)
+    assert not equal_weights(noisy.weights, corrupted(honest, RECEIVED, attack("noise", 3.0), Visit(0, 2, 1)).weights)
+
+
+def test_noise_is_as_long_as_asked_for() -> None:
+    big: Weights = {"w": torch.zeros(100, 100)}
+    honest = Up({"w": torch.full((100, 100), 0.5)}, torch.tensor(1.0))
+    noise = corrupted(honest, big, attack("noise", 4.0), Visit(0, 1, 1)).weights["w"]
+    assert float(noise.square().mean().sqrt()) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_lie_claims_the_best_of_what_a_method_believes() -> None:
+    from semifed.methods.openfl import Reply
+
+    honest = Reply(RECEIVED, torch.tensor(5.0), torch.tensor(1.7), torch.ones(3, 2))
+    lie = corrupted(honest, RECEIVED, attack("lie"), Visit(0, 1, 1))
+    assert float(lie.alignment) == 0.0
+    assert float(lie.samples) == 5.0
+    assert torch.equal(lie.directions, honest.directions)
+
+
+def test_flipped_labels() -> None:
+    data = toy_parts(toy_recipe("fedavg", "clients")).scenario.client(1)
+    assert torch.equal(poisoned(data, attack("label-flip")).labels, 2 - data.labels)
+    assert torch.equal(poisoned(data, attack("noise")).labels, data.labels)
+
+
+# Whole runs
+
+
+def run_with(out: Path, method: str = "fedavg", workers: int = 1, **tables: Any) -> Path:
+    recipe = check_recipe({**recipe_tables(method), "rounds": 2, "engine": {"workers": workers}, **tables})
+    execute(prepare_run(recipe), out, Quiet())
+    return out
+
+
+@pytest.mark.parametrize("method", ["openfl", "sage", "proxyfl", "fedmatch", "fedlpa"])
+@pytest.mark.parametrize("steps", ["clip median", "trimmed(0.34)", "multi-krum(0.34)"])
+def test_every_defence_goes_with_every_kind_of_method(method: str, steps: str, tmp_path: Path) -> None:
+    attacked = {"kind": "sign-flip", "share": 0.25, "scale": 3.0}
+    out = run_with(tmp_path / "out", method, attack=attacked, defence={"steps": steps})
+    assert all(torch.isfinite(tensor).all() for tensor in model_of(out).values())
+
+
+def test_attacks_do_not_depend_on_workers(tmp_path: Path) -> None:
+    attacked = {"kind": "noise", "share": 0.5, "scale": 2.0}
+    one, two = (run_with(tmp_path / str(n), workers=n, attack=attacked) for n in (1, 2))
+    assert equal_weights(model_of(one), model_of(two))
+    assert not equal_weights(model_of(one), model_of(run_with(tmp_path / "honest")))
+
+
+def test_an_absurd_update_is_refused_and_counted(tmp_path: Path) -> None:
+    attacked = {"kind": "sign-flip", "share": 0.25, "scale": 1e5}
+    records = rounds_of(run_with(tmp_path / "out", attack=attacked, clients_per_round=4))
+    (liar,) = attackers(0, 4, 0.25)
+    for record in records[1:]:
+        assert liar not in record["clients"]
+        assert [failure["client"] for failure in record["failures"]] == [liar]
+        assert "it changes the weights by" in record["failures"][0]["reason"]
