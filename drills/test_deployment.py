@@ -192,7 +192,7 @@ def test_a_run_survives_the_death_of_a_client_and_of_the_server(federation: Fede
     time.sleep(70)  # Flower takes the dead node for alive until then; systemd waits as long
     here.start_client(1)
     here.until(lambda: here.finished() >= 2, 300, "round 2 finished")
-    here.kill("server")
+    here.kill("fed/server")
     here.kill("deploy run")
     here.say("server killed after round 2")
     kept = here.finished()

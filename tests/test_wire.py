@@ -194,3 +194,12 @@ def test_an_update_with_parts_unlike_those_of_most_others_is_named() -> None:
         None,
         None,
     ]
+
+
+def test_a_negative_variance_is_refused() -> None:
+    sent = {"norm.running_var": torch.ones(3), "norm.running_mean": torch.zeros(3)}
+    broken = {"norm.running_var": torch.tensor([1.0, -1e-6, 1.0]), "norm.running_mean": torch.full((3,), -1.0)}
+    assert fault_of(Up(broken, torch.ones(())), sent, []) == (
+        "'norm.running_var' is a variance and holds negative numbers"
+    )
+    assert fault_of(Up({**broken, "norm.running_var": torch.zeros(3)}, torch.ones(())), sent, []) is None

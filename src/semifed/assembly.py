@@ -13,10 +13,12 @@ from semifed.discovery.communities import infomap_class
 from semifed.errors import UserError, nearest
 from semifed.evaluate import Evaluator
 from semifed.fit import Optimiser
+from semifed.method import payload_types
 from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
 from semifed.net import Net
+from semifed.privacy import Privacy, refuse_further_numbers, spent
 from semifed.recipe import Recipe
 from semifed.rng import torch_stream
 
@@ -95,6 +97,7 @@ def build_workplace(
         local.keep_optimizer,
         recipe.seed,
         _attack(recipe, classes),
+        privacy_of(recipe, method),
     )
 
 
@@ -103,6 +106,16 @@ def _attack(recipe: Recipe, classes: int) -> Attack | None:
         return None
     drawn = attackers(recipe.seed, recipe.scenario.clients, recipe.attack.share)
     return Attack(recipe.attack.kind, drawn, recipe.attack.scale, classes)
+
+
+def privacy_of(recipe: Recipe, method: AnyMethod) -> Privacy | None:
+    """The protection a recipe asks for, if its method can have any."""
+    asked = recipe.privacy
+    if asked.mode == "none":
+        return None
+    _, _, up_type, _ = payload_types(method)
+    refuse_further_numbers(str(recipe.method["name"]), getattr(up_type, "_fields", ()))
+    return Privacy(asked.mode, asked.clip, asked.noise, asked.delta)
 
 
 def assemble(parts: Parts) -> tuple[Net, Evaluator]:
@@ -120,6 +133,11 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     )
     if finds_groups(type(parts.method)):
         infomap_class()
+    privacy = privacy_of(recipe, parts.method)
+    if privacy is not None:
+        spent(
+            privacy, clients=2, cohort=1, rounds=1, visits=1
+        )  # a missing accountant is told before anything is written
     normalised = Normalisation(scenario.views.mean, scenario.views.std)
     net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known), normalised)
     for view in (scenario.views.weak, scenario.views.strong):

@@ -12,6 +12,7 @@ from semifed.fit import Course, Optimiser
 from semifed.methods import AnyMethod
 from semifed.net import Net
 from semifed.payloads import Visit
+from semifed.privacy import Privacy, private_update
 from semifed.pseudo import PseudoLabels
 from semifed.wire import Weights, from_arrays, to_arrays
 
@@ -28,6 +29,7 @@ class Workplace(NamedTuple):
     keep_optimizer: bool
     seed: int
     attack: Attack | None = None  # simulated
+    privacy: Privacy | None = None
 
 
 class Held(NamedTuple):
@@ -99,6 +101,8 @@ def client_round(place: Workplace, task: Task, down: Any, data: ClientData) -> R
         left = place.method.keep(place.net, local, fitted.left)
         if attack is not None:
             up = corrupted(up, down.weights, attack, visit)
+        if place.privacy is not None and place.privacy.mode == "local":
+            up = private_update(up, down.weights, place.privacy)
     record = ClientRecord(
         task.client,
         fitted.steps,

@@ -190,6 +190,15 @@ class DefenceTable(Table):
         return self
 
 
+class PrivacyTable(Table):
+    """Differential privacy of clients."""
+
+    mode: Literal["none", "central", "local"] = "none"
+    clip: Positive = 1.0  # largest norm of a client's change
+    noise: NotNegative = 1.0  # standard deviation, in clips
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+
+
 class EngineTable(Table):
     """Where clients run: decides the speed, never the numbers."""
 
@@ -217,6 +226,7 @@ class Recipe(Table):
     evaluate: EvaluateTable = EvaluateTable()
     attack: AttackTable = AttackTable()
     defence: DefenceTable = DefenceTable()
+    privacy: PrivacyTable = PrivacyTable()
     engine: EngineTable = EngineTable()
 
     @model_validator(mode="after")

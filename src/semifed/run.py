@@ -1,5 +1,6 @@
 """The round loop: from a recipe to a run directory."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from semifed.assembly import Parts, assemble, build_workplace, further_heads, optimiser
+from semifed.assembly import Parts, assemble, build_workplace, further_heads, optimiser, privacy_of
 from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
@@ -22,6 +23,7 @@ from semifed.fit import Diverged
 from semifed.method import payload_types
 from semifed.models.backbones import Normalisation
 from semifed.net import Net
+from semifed.privacy import private_mean, spent
 from semifed.progress import Reporter
 from semifed.report.contact_sheet import strip
 from semifed.rng import numpy_stream
@@ -116,6 +118,7 @@ class RoundLoop:
         self._client_lr = recipe.local.lr
         self._initial = net.state()
         self._defence = defence(recipe.defence.steps)
+        self._privacy = privacy_of(recipe, parts.method)
 
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
@@ -173,6 +176,8 @@ class RoundLoop:
                 )
             for step in self._defence:
                 ups = step(ups, down.weights)
+            if self._privacy is not None and self._privacy.mode == "central":
+                ups = private_mean(ups, down.weights, self._privacy, recipe.cohort_size)
             return ups
 
         server = self.method.round(server, ask, self.site)
@@ -261,10 +266,24 @@ class RoundLoop:
             "data_hash": content_hash(dataset),
             "device": self.recipe.engine.device,
             "workers": getattr(self.engine, "workers", None),
+            **self._spent(),
         }
         result = summary(self.recipe, self.rundir.rounds(), facts)
         self.rundir.write_json("summary.json", result)
         return result
+
+    def _spent(self) -> dict[str, Any]:
+        """What the run's protection is worth."""
+        if self._privacy is None:
+            return {}
+        visits = Counter(client for record in self.rundir.rounds() for client in record["clients"])
+        size = {
+            "clients": self.recipe.scenario.clients,
+            "cohort": self.recipe.cohort_size,
+            "rounds": self.recipe.rounds,
+        }
+        epsilon = spent(self._privacy, **size, visits=max(visits.values(), default=0))
+        return {"privacy": {**self._privacy._asdict(), "epsilon": epsilon}}
 
     def _threshold(self, weights: Weights) -> Threshold:
         self.site.round, self.site.lr, self.site.notes = 0, self._server_lr, {}  # as before the first round

@@ -74,7 +74,7 @@ def size_in_bytes(value: object) -> int:
 
 
 def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | None:
-    """Why a client's update may not enter an average: names, shapes or types that do not fit, NaN or infinity.
+    """Why a client's update may not enter an average: names, shapes or types that do not fit, numbers that are none.
 
     `sent` are the weights the client received, `expected` the names it had to send back.
     """
@@ -91,6 +91,9 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     for name, array in arrays.items():
         if not bool(torch.isfinite(array).all()):
             return f"'{name.removeprefix('weights/')}' holds NaN or infinity"
+    for name, tensor in weights.items():
+        if name.endswith("running_var") and bool((tensor < 0).any()):
+            return f"'{name}' is a variance and holds negative numbers"
     samples = arrays.get("samples")
     if samples is not None and (samples.ndim != 0 or float(samples) < 0):
         return f"'samples' is {samples.tolist()}, not a count"
