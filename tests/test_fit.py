@@ -422,3 +422,18 @@ def test_two_stages_are_one() -> None:
     assert {name: float(value) for name, value in whole.sums.items()} == {"n": 5.0, "m": 5.0}
     assert [int(part.position) for part in whole.pseudo] == [1, 2]
     assert (whole.momentum, whole.left) == ({}, "y")
+
+
+def test_learnt_counts_labels_and_images_whose_pseudo_label_was_used() -> None:
+    data = data_of(labelled=3, unlabelled=5)
+    shared = data._replace(unlabelled=torch.cat([data.unlabelled, data.labelled[:1]]))  # SAGE lists labelled ones twice
+
+    def given(position: list[int], used: list[bool]) -> PseudoLabels:
+        return PseudoLabels(torch.tensor(position), torch.zeros(len(position), dtype=torch.int64), torch.tensor(used))
+
+    steps = [given([0, 1, 5], [True, False, True]), given([1, 4], [False, True]), given([0, 2], [True, False])]
+    fitted = Fitted(3, 3, 0, {}, {}, steps, {})
+    assert float(fitted.learnt(shared)) == 3 + 2
+    assert float(fitted.samples(shared)) == 8
+    assert float(fitted._replace(pseudo=[]).learnt(shared)) == 3
+    assert float(fitted._replace(steps_taken=0).learnt(shared)) == 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semifed.data.client import Batch, Budget, ClientData, Samples, batches, epoch_length, step_count
 from semifed.net import Net
-from semifed.pseudo import PseudoLabels
+from semifed.pseudo import PseudoLabels, ever_used
 from semifed.rng import Key
 from semifed.wire import Weights
 
@@ -52,6 +52,11 @@ class Fitted(NamedTuple):
     def samples(self, data: ClientData) -> Tensor:
         """How many images stand behind what was learnt from the data: none where there was nothing to learn from."""
         return torch.tensor(float(data.image_count if self.steps_taken else 0))
+
+    def learnt(self, data: ClientData) -> Tensor:
+        """How many images really taught something: those with a label, and those whose pseudo-label was ever used."""
+        taught = torch.cat([data.labelled, data.unlabelled[ever_used(self.pseudo)]])
+        return torch.tensor(float(len(taught.unique()) if self.steps_taken else 0))
 
     def then(self, later: "Fitted") -> "Fitted":
         """Two stages of a round as one: whatever is counted or summed adds up, memory is that of the later one."""

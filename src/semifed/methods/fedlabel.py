@@ -17,7 +17,7 @@ from semifed.method import Method, NonNegative, Share
 from semifed.net import FrozenNet, Net
 from semifed.objectives import plus, semi_supervised, supervised
 from semifed.payloads import Down, Local, Nothing, Server, Up, Visit
-from semifed.pseudo import Certainty, ever_used, surer_opinion
+from semifed.pseudo import Certainty, surer_opinion
 from semifed.targets import Targets, asked, sage_targets
 
 
@@ -80,6 +80,4 @@ class FedLabel(Method[Server, Down, Up, Judges]):
         return plus(loss, "agreement", self.agreement_weight, agreement)  # eqs. (6) and (8)
 
     def report(self, net: Net, local: Local[Judges, Nothing], fitted: Fitted) -> Up:
-        data = local.data
-        learnt_from = data._replace(unlabelled=data.unlabelled[ever_used(fitted.pseudo)])
-        return Up(net.trained(), fitted.samples(learnt_from))  # r_k
+        return Up(net.trained(), fitted.learnt(local.data))  # r_k

@@ -68,6 +68,7 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
     margin: bool = True  # the paper: none
     prior: Literal["ema", "round"] = "ema"  # the paper: round
     prior_decay: Share = 0.99  # of "ema"
+    weigh: Literal["images", "learnt"] = "images"  # a client counts by all it holds, or by what really taught it
 
     def needed_heads(self) -> Mapping[str, str]:
         return self.heads if self.projections and self.contrast_weight else {}
@@ -104,7 +105,8 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
         return loss._replace(carry=const._replace(counts=(*const.counts, counts)[-const.epoch :]))
 
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
-        return Reply(net.trained(), fitted.samples(local.data), torch.stack(fitted.left.counts).sum(dim=0))
+        count = fitted.samples if self.weigh == "images" else fitted.learnt
+        return Reply(net.trained(), count(local.data), torch.stack(fitted.left.counts).sum(dim=0))
 
     def aggregate(self, server: Known, ups: Sequence[Reply], site: ServerSite) -> Known:
         weights, name = averaged(server.weights, ups, site), site.net.class_rows

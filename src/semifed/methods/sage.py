@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from semifed.data.client import Batch, ClientData
-from semifed.fit import Loss
+from semifed.fit import Fitted, Loss
 from semifed.method import Method, NonNegative, Share
 from semifed.net import Net
 from semifed.objectives import semi_supervised
@@ -30,6 +30,7 @@ class SAGE(Method[Server, Down, Up, Teacher]):
     # and 1 leaves the local label alone: without CDSC.
     mixing: Literal["gap"] | Share = "gap"
     soft: bool = False  # Table 5: probabilities instead of one-hot labels
+    weigh: Literal["images", "learnt"] = "images"  # a client counts by all it holds, or by what really taught it
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
@@ -43,3 +44,7 @@ class SAGE(Method[Server, Down, Up, Teacher]):
         trust: Trust = "either" if self.collaborative else "local"
         chosen = targets(local, received, trust=trust, mixing=share, soft=self.soft)
         return semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)  # eqs. (7)-(9)
+
+    def report(self, net: Net, local: Local[Teacher, Nothing], fitted: Fitted) -> Up:
+        count = fitted.samples if self.weigh == "images" else fitted.learnt
+        return Up(net.trained(), count(local.data))

@@ -1,0 +1,89 @@
+"""Tables of category discovery from run directories.
+
+    python results/discovery/table.py STEM RUNS...
+
+writes STEM.csv, one line a run, and prints one Markdown line for each method and scenario, mean ± deviation over
+seeds, percent. A method's own groups stand beside those that Infomap finds in its features (`infomap`), Infomap with
+the server's labelled images (`plus`: FedLPA+) and k-means that is told the number of classes (`k-means`).
+"""
+
+import csv
+import json
+import statistics
+import sys
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+GROUPINGS = {"": "own", "infomap.": "infomap", "plus.": "plus", "kmeans.": "kmeans"}
+PARTS = ("all", "old", "new")
+USUAL = {"prior_weight": 0.5, "prior": "concepts", "concepts": "found", "refine": "clique", "divergence": "kl"}
+
+
+def read(run: Path) -> dict[str, Any]:
+    """What the tables need of a run."""
+    recipe = tomllib.loads((run / "recipe.toml").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    method, scenario = recipe["method"], recipe["scenario"]
+    special = [f"{key}={method[key]}" for key, value in USUAL.items() if key in method and method[key] != value]
+    if method["name"] == "fedlpa" and method["warmup_rounds"] == 0:
+        special.append("warmup_rounds=0")
+    epochs = recipe["local"].get("epochs", 1)
+    gates = [record["gate"] for record in records[-10:] if record.get("gate")]
+    concepts = [record["loss"]["concepts"] for record in records[-10:] if "concepts" in record["loss"]]
+    metrics = summary["metrics"]
+    row = {
+        "dataset": recipe["dataset"].rpartition("/")[2].removesuffix(".npz"),
+        "spread": "iid" if scenario["partition"] == "iid" else f"{scenario['alpha']:g}",
+        "method": " ".join([method["name"], *special]),
+        "epochs": epochs,
+        "seed": recipe["seed"],
+        "clusters": metrics["clusters"],
+        "nmi": metrics["nmi"],
+        "accuracy": metrics["accuracy"],
+        "purity": statistics.mean(gate["purity"] for gate in gates) if gates else "",
+        "pass_known": statistics.mean(gate["pass_known"] for gate in gates) if gates else "",
+        "concepts": statistics.mean(concepts) if concepts else "",
+        "seconds": summary["seconds"],
+    }
+    return row | {f"{name}.{part}": metrics.get(f"{p}{part}", "") for p, name in GROUPINGS.items() for part in PARTS}
+
+
+def cell(rows: list[dict[str, Any]], key: str) -> str:
+    """Mean and deviation of a share, in percent."""
+    values = [100 * row[key] for row in rows if row[key] != ""]
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
+
+
+def main() -> None:
+    """Read the runs, write the file, print the table."""
+    stem, *paths = sys.argv[1:]
+    rows = sorted(
+        (read(Path(path)) for path in paths),
+        key=lambda row: (row["dataset"], row["epochs"], str(row["spread"]), row["method"], row["seed"]),
+    )
+    with open(f"{stem}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()} for row in rows)
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["epochs"], row["spread"], row["method"]].append(row)
+    heads = ["epochs", "α", "method", "seeds", "all", "old", "new", "groups"]
+    heads += [f"{name}: all / new" for name in ("infomap", "plus", "k-means")]
+    print("| " + " | ".join(heads) + " |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for (epochs, spread, method), own in groups.items():
+        beside = [f"{cell(own, f'{name}.all')} / {cell(own, f'{name}.new')}" for name in ("infomap", "plus", "kmeans")]
+        parts = [cell(own, f"own.{part}") for part in PARTS]
+        clusters = f"{statistics.mean(row['clusters'] for row in own):.1f}"
+        print(" | ".join(["| " + str(epochs), str(spread), method, str(len(own)), *parts, clusters, *beside]) + " |")
+
+
+if __name__ == "__main__":
+    main()
