@@ -100,6 +100,29 @@ def test_a_node_with_another_key_is_not_believed(tmp_path: Path, capsys: pytest.
     assert "says it is client 0, but its key is another one's" in capsys.readouterr().out
 
 
+def test_what_goes_wrong_at_a_client_is_told_without_its_file_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("fedavg", clients_per_round=4, min_clients=1))
+    secret = fed / "clients" / "client-3" / "data" / "unlabelled" / "patient-smith.png"
+    secret.write_bytes(b"no image")
+    run_app(deployed_server(), federation(fed, 4), {"folder": str(fed / "server"), "out": str(tmp_path / "out")})
+    for record in rounds_of(tmp_path / "out")[1:]:
+        assert record["failures"] == [{"client": 3, "reason": "it could not train (UserError; its own log tells more)"}]
+    assert "patient-smith" in capsys.readouterr().err  # the client's own log
+    assert "patient-smith" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_client_that_cannot_train_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("fedavg", clients_per_round=4, min_clients=4))
+    (fed / "clients" / "client-3" / "data" / "unlabelled" / "broken.png").write_bytes(b"no image")
+    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it waited"), monotonic=time.monotonic)
+    monkeypatch.setattr("semifed.engines.flower.time", clock)
+    told = {"folder": str(fed / "server"), "out": str(tmp_path / "out")}
+    with pytest.raises(SystemExit):
+        run_app(deployed_server(), federation(fed, 4), told)
+
+
 def test_a_round_waits_for_its_fewest_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipe("fedavg", clients_per_round=4, min_clients=4)
     fed = founded(tmp_path / "fed", recipe)

@@ -224,6 +224,46 @@ def test_odd_letters_are_refused(tmp_path: Path) -> None:
     assert reply_of(lacking, 0, 1, method) == ClientFailure(0, "its update was refused: array 'samples' is missing")
 
 
+def test_a_client_that_sends_anything_costs_its_own_update_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = World(tmp_path)
+    original = here.grid.app
+
+    def odd(message: Any, context: Any) -> Any:
+        reply = original(message, context)
+        client = context.node_config["partition-id"]
+        if message.metadata.message_type.startswith("train"):
+            if client == 1:
+                del reply.content["arrays"]
+            if client == 2:
+                reply.content["facts"]["seconds"] = "long"
+            if client == 3:
+                reply.content["facts"]["term_values"] = [1.0]
+        return reply
+
+    monkeypatch.setattr(here.grid, "app", odd)
+    found = reasons(here.ask(1))
+    assert list(found) == [1, 2, 3]
+    assert found[1] == "its answer was refused: it cannot be read (KeyError)"
+    assert found[2].startswith("its update was refused: could not convert string to float")
+    assert found[3].startswith("its update was refused: zip()")
+
+
+def test_a_node_that_does_not_say_who_it_is_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = World(tmp_path)
+    original = here.grid.app
+
+    def mute(message: Any, context: Any) -> Any:
+        reply = original(message, context)
+        if message.metadata.message_type.startswith("query") and context.node_config["partition-id"] == 2:
+            del reply.content["who"]
+        return reply
+
+    monkeypatch.setattr(here.grid, "app", mute)
+    assert reasons(here.ask(1)) == {2: "it is not connected"}
+
+
 def test_without_flower_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "semifed.engines.flower", raising=False)
     monkeypatch.setitem(sys.modules, "flwr.app", None)

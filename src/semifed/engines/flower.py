@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +33,7 @@ from semifed.data.site import read_site
 from semifed.data.views import Views
 from semifed.deploy.certificates import public_pem
 from semifed.deploy.consortium import read_client, read_consortium, server_parts
-from semifed.engines.letters import NEVER, Letter, Setting, answer, order, reply_of
+from semifed.engines.letters import NEVER, Letter, Setting, Share, answer, failed, order, reply_of
 from semifed.errors import ClientFailure, UserError
 from semifed.held import HeldStore
 from semifed.methods import AnyMethod
@@ -41,6 +42,7 @@ from semifed.report import write_report
 from semifed.run import execute, setting_of
 
 LETTER, WHO = "letter", "who"
+RAISED = 2  # Flower's code for an app that raised: it would raise again
 WAITING_SECONDS = 5.0  # between two looks for clients that come back
 QUESTION_SECONDS = 60.0  # a node that does not say who it is within this time is asked again in the next round
 T = TypeVar("T")
@@ -64,6 +66,7 @@ class FlowerEngine:
         keys: Mapping[int, bytes] | None = None,
         least: int = 0,
         patience: float = 0.0,
+        share: Share = "losses",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.left: dict[int, int] = {}
@@ -71,7 +74,8 @@ class FlowerEngine:
         self._finished: dict[int, int] = {}  # `left` when this round began, that is at the last checkpoint
         self._grid, self._setting, self._method, self._run = grid, setting, method, run
         self._timeout = timeout
-        self._keys, self._least, self._patience, self._say = keys, least, patience, say
+        self._keys, self._least, self._patience = keys, least, patience
+        self._share, self._say = share, say
         self._client_of: dict[int, int] = {}  # by node id
         self._refused: set[int] = set()  # node ids
 
@@ -93,14 +97,15 @@ class FlowerEngine:
             for client in clients
         }
         until = time.monotonic() + self._patience
-        answers = self._exchange(round_, letters)
-        while time.monotonic() < until:
-            missing = {client: letters[client] for client, one in answers.items() if isinstance(one, ClientFailure)}
-            if len(clients) - len(missing) >= min(self._least, len(clients)):
+        answers, absent = self._exchange(round_, letters)
+        while absent and time.monotonic() < until:
+            there = sum(isinstance(one, Reply) for one in answers.values())
+            if there >= min(self._least, len(clients)):
                 break
-            self._say(f"round {round_}: {len(clients) - len(missing)} of {len(clients)} clients, waiting for more")
+            self._say(f"round {round_}: {there} of {len(clients)} clients, waiting for more")
             time.sleep(WAITING_SECONDS)
-            answers |= self._exchange(round_, missing)
+            later, absent = self._exchange(round_, {client: letters[client] for client in absent})
+            answers |= later
         return [answers[client] for client in clients]
 
     def accept(self, round_: int, replies: Sequence[Reply]) -> None:
@@ -114,7 +119,10 @@ class FlowerEngine:
     def close(self) -> None:
         """The grid is not ours to close."""
 
-    def _exchange(self, round_: int, letters: Mapping[int, Letter]) -> dict[int, Reply | ClientFailure]:
+    def _exchange(
+        self, round_: int, letters: Mapping[int, Letter]
+    ) -> tuple[dict[int, Reply | ClientFailure], list[int]]:
+        """The answers, and which clients were not there to give one: those are worth another letter."""
         node_of = self._nodes()
         answers: dict[int, Reply | ClientFailure] = {
             client: ClientFailure(client, "it is not connected") for client in letters if client not in node_of
@@ -128,20 +136,28 @@ class FlowerEngine:
                 records[same] = _array_record(letter.arrays)
             content = RecordDict({"arrays": records[same], "facts": ConfigRecord(letter.facts)})
             messages.append(Message(content, node_of[client], f"train.{LETTER}", group_id=str(round_)))
+        absent = list(answers)
         for reply in self._grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             client = self._client_of.get(reply.metadata.src_node_id, NEVER)
             if client in asked:
                 answers[client] = self._read(reply, client, round_)
+                if reply.has_error() and reply.error.code != RAISED:
+                    absent.append(client)
         for client in asked:
             if client not in answers:
                 answers[client] = ClientFailure(client, f"no answer within {self._timeout or 0:g} s")
+                absent.append(client)
                 self._client_of.pop(node_of[client])  # it must say who it is before it is addressed again
-        return answers
+        return answers, absent
 
     def _read(self, reply: Message, client: int, round_: int) -> Reply | ClientFailure:
         if reply.has_error():
             return ClientFailure(client, f"Flower reports error {reply.error.code}: {reply.error.reason}")
-        return reply_of(_letter(reply), client, round_, self._method)
+        try:
+            letter = _letter(reply)
+        except Exception as error:  # whatever a client sends may cost its own update, nothing else
+            return ClientFailure(client, f"its answer was refused: it cannot be read ({type(error).__name__})")
+        return reply_of(letter, client, round_, self._method, share=self._share)
 
     def _nodes(self) -> dict[int, int]:
         """Node ids by client; nodes that are new or did not answer say who they are first."""
@@ -152,10 +168,12 @@ class FlowerEngine:
             for node in sorted(present.keys() - self._client_of.keys() - self._refused)
         ]
         for reply in self._grid.send_and_receive(asked, timeout=QUESTION_SECONDS) if asked else ():
-            if not reply.has_error():
+            node = reply.metadata.src_node_id
+            try:
                 said: Any = reply.content["who"]
-                node = reply.metadata.src_node_id
                 self._introduce(node, int(said["client"]), present[node])
+            except Exception as error:  # an error reply has no content
+                self._say(f"a node does not say who it is ({type(error).__name__})")
         return {client: node for node, client in self._client_of.items()}
 
     def _introduce(self, node: int, client: int, key: bytes) -> None:
@@ -236,7 +254,7 @@ def simulate(
         while len(list(grid.get_node_ids())) < clients:  # nodes register while the server app starts
             time.sleep(0.1)
         try:
-            outcome.append(rounds(FlowerEngine(grid, setting, method, timeout=timeout)))
+            outcome.append(rounds(FlowerEngine(grid, setting, method, timeout=timeout, share="all")))
         except BaseException as error:  # Flower would print it and go on
             failure.append(error)
 
@@ -262,21 +280,30 @@ def deployed_client() -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         letter = _letter(message)
-        folder = Path(str(context.node_config["folder"]))
-        client = read_client(folder)
-        if letter.facts["client"] != client.number:
-            raise UserError(f"a letter for client {letter.facts['client']} came to client {client.number}")
-        setting = Setting.of(letter.facts)
-        recipe, state = setting.parsed(), folder / client.state
-        views = Views.parse(recipe.views.weak, recipe.views.strong, mean=setting.mean, std=setting.std)
-        cache = state / "images.safetensors"
-        data = read_site(folder / client.data, setting.names, setting.shape, views, cache=cache)
-        if recipe.scenario.labels == "server":
-            data = data._replace(labelled=data.labelled[:0], labels=data.labels[:0])
-        store = HeldStore(state / "kept" / str(letter.facts["run"]))
-        return _message(answer(letter, data, store, share=client.share), message)
+        try:
+            reply = _answered(letter, Path(str(context.node_config["folder"])))
+        except Exception as error:
+            # Its text may name files: it stays here.
+            traceback.print_exc()
+            reply = failed(
+                letter.facts["round"], f"it could not train ({type(error).__name__}; its own log tells more)"
+            )
+        return _message(reply, message)
 
     return app
+
+
+def _answered(letter: Letter, folder: Path) -> Letter:
+    client, setting = read_client(folder), Setting.of(letter.facts)
+    if letter.facts["client"] != client.number:
+        raise UserError(f"a letter for client {letter.facts['client']} came to client {client.number}")
+    recipe, state = setting.parsed(), folder / client.state
+    views = Views.parse(recipe.views.weak, recipe.views.strong, mean=setting.mean, std=setting.std)
+    cache = state / "images.safetensors"
+    data = read_site(folder / client.data, setting.names, setting.shape, views, cache=cache)
+    if recipe.scenario.labels == "server":
+        data = data._replace(labelled=data.labelled[:0], labels=data.labels[:0])
+    return answer(letter, data, HeldStore(state / "kept" / str(letter.facts["run"])), share=client.share)
 
 
 def deployed_server() -> ServerApp:

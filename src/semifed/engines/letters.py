@@ -82,13 +82,13 @@ def answer(letter: Letter, data: ClientData, store: HeldStore, *, share: Share =
     place = workplace(Setting.of(facts))
     _, down_type, _, kept_type = payload_types(place.method)
     if reason := too_few_images(data):
-        return _failed(round_, reason)
+        return failed(round_, reason)
     held = None if left == NEVER else store.load(client, left, kept_type)
     down: Any = from_arrays(down_type, letter.arrays)
     try:
         reply = client_round(place, Task(round_, client, facts["lr"], held), down, data)
     except Diverged as error:
-        return _failed(round_, str(error))
+        return failed(round_, str(error))
     assert reply.held is not None
     store.save(client, round_, reply.held)
     if facts["finished"] != NEVER:
@@ -102,8 +102,13 @@ def answer(letter: Letter, data: ClientData, store: HeldStore, *, share: Share =
     return Letter(arrays, told)
 
 
-def reply_of(letter: Letter, client: int, round_: int, method: AnyMethod) -> Reply | ClientFailure:
-    """What a client's letter says; one that is not what was asked for is a failure of that client."""
+def reply_of(
+    letter: Letter, client: int, round_: int, method: AnyMethod, *, share: Share = "losses"
+) -> Reply | ClientFailure:
+    """What a client's letter says; one that is not what was asked for is a failure of that client.
+
+    Of what it tells beside its update no more is read than `share`.
+    """
     facts = letter.facts
     if facts.get("round") != round_:
         return ClientFailure(client, f"its answer was refused: it is for round {facts.get('round')}")
@@ -112,12 +117,13 @@ def reply_of(letter: Letter, client: int, round_: int, method: AnyMethod) -> Rep
     _, _, up_type, _ = payload_types(method)
     up = {name.removeprefix("up/"): array for name, array in letter.arrays.items() if name.startswith("up/")}
     try:
-        return Reply(from_arrays(up_type, up), None, _told(client, letter))
+        return Reply(from_arrays(up_type, up), None, _told(client, letter, share))
     except (ValueError, TypeError, KeyError) as error:
         return ClientFailure(client, f"its update was refused: {error}")
 
 
-def _failed(round_: int, reason: str) -> Letter:
+def failed(round_: int, reason: str) -> Letter:
+    """The letter of a client that cannot deliver."""
     return Letter({}, {"round": round_, "failed": reason})
 
 
@@ -133,16 +139,16 @@ def _losses(record: ClientRecord) -> Facts:
     }
 
 
-def _told(client: int, letter: Letter) -> ClientRecord:
-    facts = letter.facts
+def _told(client: int, letter: Letter, share: Share) -> ClientRecord:
+    facts = letter.facts if share != "nothing" else {"seconds": letter.facts["seconds"]}
     pseudo = {name.removeprefix("pseudo/"): a for name, a in letter.arrays.items() if name.startswith("pseudo/")}
-    pairs = zip(facts.get("measured_sums", []), facts.get("measured_numbers", []), strict=True)
+    sums, numbers = (map(float, facts.get(name, [])) for name in ("measured_sums", "measured_numbers"))
     return ClientRecord(
         client,
-        facts.get("steps", 0),
-        facts.get("images", 0),
-        dict(zip(facts.get("terms", []), facts.get("term_values", []), strict=True)),
-        from_arrays(PseudoLabels, pseudo) if pseudo else None,
-        facts["seconds"],
-        dict(zip(facts.get("measured", []), pairs, strict=True)),
+        int(facts.get("steps", 0)),
+        int(facts.get("images", 0)),
+        dict(zip(map(str, facts.get("terms", [])), map(float, facts.get("term_values", [])), strict=True)),
+        from_arrays(PseudoLabels, pseudo) if pseudo and share == "all" else None,
+        float(facts["seconds"]),
+        dict(zip(map(str, facts.get("measured", [])), zip(sums, numbers, strict=True), strict=True)),
     )
