@@ -278,3 +278,12 @@ def test_flowers_simulation_gives_the_same_numbers(tmp_path: Path) -> None:
         run_of(recipe_of("openfl", engine), tmp_path / engine)
     assert equal_weights(model_of(tmp_path / "local"), model_of(tmp_path / "flower"))
     assert rounds_of(tmp_path / "local") == rounds_of(tmp_path / "flower")
+
+
+def test_a_simulation_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Ending simulation.") from RuntimeError("Ray timed out")
+
+    monkeypatch.setattr("flwr.simulation.run_simulation", broken)
+    with pytest.raises(UserError, match="Flower's simulation did not work: Ray timed out"):
+        run_of(recipe_of("fedavg"), tmp_path / "out")

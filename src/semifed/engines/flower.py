@@ -19,6 +19,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than its 30 s
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -264,10 +265,20 @@ def simulate(
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": workers, "log_to_driver": False},
     }
-    simulation.run_simulation(app, simulated_client(str(store)), clients, backend_config=backend)
+    try:
+        simulation.run_simulation(app, simulated_client(str(store)), clients, backend_config=backend)
+    except RuntimeError as error:
+        if not failure and not outcome:
+            raise UserError(f"Flower's simulation did not work: {_first_cause(error)}") from None
     if failure:
         raise failure[0]
     return outcome[0]
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def deployed_client() -> ClientApp:
