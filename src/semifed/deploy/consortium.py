@@ -40,6 +40,7 @@ class Consortium(Table):
     image: tuple[Side, Side, Side]  # channels, height, width that every image is brought to
     mean: tuple[float, ...] | None = None  # of pixels in [0, 1]; absent: those of the server's own images
     std: tuple[Positive, ...] | None = None
+    port: Annotated[Whole, Field(ge=1, le=65_535)] = 8000  # of Flower, on the loopback address of the server's machine
     patience: Positive = A_DAY  # seconds a round waits for min_clients
     clients: Annotated[tuple[Member, ...], Field(min_length=1)]
 

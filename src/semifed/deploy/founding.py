@@ -1,7 +1,6 @@
 """Founding a federation: everything its parties need, written into one directory."""
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -49,35 +48,28 @@ def found(directory: Path, agreement: Agreement) -> None:
     certificate = server_certificate(authority, [host, "localhost", "127.0.0.1"])
     ca = authority.certificate.public_bytes(serialization.Encoding.PEM)
     keys = {name: client_key() for name in agreement.members}
-    if agreement.recipe.engine.timeout is None:
-        tables = agreement.recipe.plain()
-        agreement = agreement._replace(recipe=check_recipe({**tables, "engine": {"timeout": AN_HOUR}}))
-    facts = {**agreement._asdict(), **_recipe_facts(agreement.recipe), "folder": server}
+    agreement = agreement._replace(recipe=_for_a_federation(agreement.recipe))
+    facts = {**agreement._asdict(), **_recipe_facts(agreement.recipe)}
 
-    _write(directory / "README.md", _filled("README.md", **facts))
+    _write(directory / "README.md", filled("README.md", **facts))
     _write(directory / "authority" / "ca.key", private_pem(authority.key), secret=True)
     _write(server / RECIPE, agreement.recipe.to_toml())
     _write(server / CONSORTIUM, tomli_w.dumps(_consortium(agreement, {n: k.public.decode() for n, k in keys.items()})))
     _write(server / "tls" / "ca.crt", ca)
     _write(server / "tls" / "server.crt", certificate.public)
     _write(server / "tls" / "server.key", certificate.private, secret=True)
-    _write(server / "app" / "pyproject.toml", _filled("app_pyproject.toml"))
-    _write(server / "app" / "semifed_app.py", _filled("semifed_app.py"))
-    _write(server / "flower" / "config.toml", _filled("flower_config.toml", **facts))
-    listen = agreement.address.rpartition(":")[2]
-    _write(server / "nginx.conf", _filled("nginx.conf", listen=listen, **facts))
-    command = Path(sys.executable).with_name("semifed")
-    _write(server / "semifed-server.service", _filled("semifed-server.service", semifed=command, **facts))
+    _write(server / "app" / "pyproject.toml", filled("app_pyproject.toml"))
+    _write(server / "app" / "semifed_app.py", filled("semifed_app.py"))
+    _write(server / "semifed-server.service", filled("semifed-server.service"))
     for name in ("labelled", "test"):
         (server / "data" / name).mkdir(parents=True)
-    (server / "tmp").mkdir()
     for number, name in enumerate(agreement.members):
         own = directory / "clients" / name
         _write(own / CLIENT, tomli_w.dumps({"server": agreement.address, "number": number, "share": "nothing"}))
         _write(own / "key", keys[name].private, secret=True)
         _write(own / "key.pub", keys[name].public + b"\n")
         _write(own / "ca.crt", ca)
-        _write(own / "semifed-client.service", _filled("semifed-client.service", name=name))
+        _write(own / "semifed-client.service", filled("semifed-client.service", name=name))
         for kind in ("labelled", "unlabelled"):
             (own / "data" / kind).mkdir(parents=True)
 
@@ -85,13 +77,10 @@ def found(directory: Path, agreement: Agreement) -> None:
 def sample_agreement(recipe: Recipe, address: str, port: int) -> Agreement:
     """An agreement that fits a recipe's own data set, for a trial with images everyone has."""
     scenario = prepare_run(recipe).scenario
-    tables = recipe.plain()
-    tables["evaluate"] = {**tables.get("evaluate", {}), "unseen": []}  # foreign sets may not be where the server is
-    tables["engine"] = {} if recipe.engine.timeout is None else {"timeout": recipe.engine.timeout}
     members = [f"client-{number}" for number in range(recipe.scenario.clients)]
     channels, height, width = scenario.dataset.x_train.shape[1:]
     return Agreement(
-        check_recipe(tables),
+        recipe,
         address,
         port,
         members,
@@ -133,10 +122,30 @@ def _save(folder: Path, images: Tensor, classes: Sequence[str] | None) -> None:
         Image.fromarray(pixels).save(place / f"{number:07d}.png")
 
 
+def _for_a_federation(recipe: Recipe) -> Recipe:
+    """The recipe as far as it is about training: which images there are is decided by folders."""
+    tables = recipe.plain()
+    scenario = {key: value for key, value in tables["scenario"].items() if key not in ("alpha", "subset")}
+    return check_recipe(
+        {
+            **tables,
+            "dataset": "federation",
+            "scenario": {**scenario, "partition": "folders"},
+            "evaluate": {**tables["evaluate"], "unseen": []},  # foreign sets may not be where the server is
+            "engine": {"timeout": recipe.engine.timeout or AN_HOUR},
+        }
+    )
+
+
 def _consortium(agreement: Agreement, keys: dict[str, str]) -> dict[str, object]:
     normal = {} if agreement.mean is None else {"mean": list(agreement.mean), "std": list(agreement.std or ())}
     members = [{"name": name, "key": keys[name]} for name in agreement.members]
-    agreed = {"address": agreement.address, "classes": list(agreement.classes), "image": list(agreement.image)}
+    agreed = {
+        "address": agreement.address,
+        "port": agreement.port,
+        "classes": list(agreement.classes),
+        "image": list(agreement.image),
+    }
     return {**agreed, **normal, "clients": members}
 
 
@@ -151,7 +160,8 @@ def _host(address: str) -> str:
     return host.strip("[]")
 
 
-def _filled(template: str, **facts: object) -> str:
+def filled(template: str, **facts: object) -> str:
+    """A template of the package with its gaps filled."""
     text = files("semifed.deploy").joinpath("templates", template).read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return environment.from_string(text).render(**facts)

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from semifed.deploy.consortium import CLIENT, read_client, read_consortium
+from semifed.deploy.consortium import CLIENT, Consortium, read_client, read_consortium
+from semifed.deploy.founding import filled
 from semifed.errors import UserError
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
@@ -29,8 +29,9 @@ Say = Callable[[str], None]
 
 def serve(folder: Path, say: Say, *, proxy: bool) -> int:
     """Flower's SuperLink for one federation, and the proxy before it; until one of them ends or we are told to."""
-    consortium, port = read_consortium(folder), _port(folder)
-    tls, home = (folder / "tls").absolute(), (folder / "flower").absolute()
+    consortium = read_consortium(folder)
+    tls, home, port = (folder / "tls").absolute(), (folder / "flower").absolute(), consortium.port
+    _settle(folder, consortium)
     if _listening(port):
         raise UserError(f"something listens on 127.0.0.1:{port} already")
     link = [
@@ -52,7 +53,7 @@ def serve(folder: Path, say: Say, *, proxy: bool) -> int:
                 raise UserError(
                     "the proxy is nginx, which is not installed; without --proxy only this machine is served"
                 )
-            started.append(_start([nginx, "-c", str((folder / "nginx.conf").absolute())], {}, say, ending))
+            started.append(_start([nginx, "-c", str((folder / "proxy" / "nginx.conf").absolute())], {}, say, ending))
         say(f"serving {len(consortium.clients)} clients; Ctrl-C ends it")
         return _until_one_ends(started, say)
 
@@ -238,12 +239,9 @@ def _listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _port(folder: Path) -> int:
-
-    try:
-        settings = tomllib.loads((folder / "flower" / "config.toml").read_text())
-        return int(settings["superlink"]["here"]["address"].rpartition(":")[2])
-    except (OSError, ValueError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise UserError(
-            f"{folder / 'flower' / 'config.toml'}: expected the address of [superlink.here] ({error})"
-        ) from None
+def _settle(folder: Path, consortium: Consortium) -> None:
+    """Write what names this folder, wherever it was copied to: the address for Flower's commands, the proxy's file."""
+    facts = {"folder": folder.absolute(), "port": consortium.port, "listen": consortium.address.rpartition(":")[2]}
+    for path, template in (("flower/config.toml", "flower_config.toml"), ("proxy/nginx.conf", "nginx.conf")):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(filled(template, **facts))

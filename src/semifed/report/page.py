@@ -150,7 +150,7 @@ def _key_figures(run: Run) -> list[KeyFigure]:
     return [
         *figures,
         KeyFigure("Sent by the clients", *_split_unit(up), f"{down} sent to them"),
-        KeyFigure("Time", duration(seconds), "", f"{count(speed)} images a second"),
+        KeyFigure("Time", duration(seconds), "", f"{count(speed)} images a second" if speed else "of all rounds"),
     ]
 
 
