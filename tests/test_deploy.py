@@ -310,3 +310,10 @@ def test_the_command_founds_and_inspects(tmp_path: Path, capsys: pytest.CaptureF
     real = semifed(capsys, "deploy", "init", str(tmp_path / "real"), "--recipe", "quickstart", *agreed)
     assert real.code == 0
     assert [one.name for one in read_consortium(tmp_path / "real" / "server").clients] == ["north", "south"]
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("fedavg"))
+    outcome = semifed(capsys, "deploy", "status", str(fed / "server"))
+    assert outcome.code == 2
+    assert "Flower does not answer" in outcome.err

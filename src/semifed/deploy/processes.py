@@ -106,7 +106,7 @@ class Node(NamedTuple):
 
 def nodes(folder: Path) -> list[Node]:
     """The registered clients."""
-    listed = json.loads(_flwr(folder, "supernode", "list", "here", "--format", "json"))["nodes"]
+    listed = _listed(folder, "supernode", "list")["nodes"]
     names = _names(folder)
     when = {"online": "online-at", "offline": "offline-at"}
     return sorted(
@@ -117,7 +117,7 @@ def nodes(folder: Path) -> list[Node]:
 
 def runs(folder: Path) -> list[dict[str, Any]]:
     """The runs there were, as Flower sees them."""
-    return list(json.loads(_flwr(folder, "list", "here", "--format", "json")).get("runs", []))
+    return list(_listed(folder, "list")["runs"])
 
 
 def free_port() -> int:
@@ -151,12 +151,15 @@ def _names(folder: Path) -> dict[str, str]:
     return names
 
 
-def _flwr(folder: Path, *arguments: str) -> str:
-    outcome = _attempt(folder, *arguments)
-    if outcome.returncode:
-        told = (outcome.stdout + outcome.stderr).strip()[-300:]
-        raise UserError(f"Flower does not answer; is `semifed deploy server {folder}` running? ({told})")
-    return outcome.stdout
+def _listed(folder: Path, *command: str) -> dict[str, Any]:
+    outcome = _attempt(folder, *command, "here", "--format", "json")
+    try:
+        listed: dict[str, Any] = json.loads(outcome.stdout)
+    except json.JSONDecodeError:
+        listed = {}
+    if not listed.get("success"):
+        raise UserError(f"Flower does not answer; is `semifed deploy server {folder}` running?")
+    return listed
 
 
 def _attempt(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
