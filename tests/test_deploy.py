@@ -189,6 +189,14 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         found(tmp_path, sample_agreement(small_recipe("fedavg"), "localhost:8443", 8000))
 
 
+@pytest.mark.parametrize("names", [["a", "a", "b", "c"], ["../a", "b", "c", "d"], ["", "b", "c", "d"]])
+def test_clients_have_plain_names_of_their_own(names: list[str], tmp_path: Path) -> None:
+    agreement = sample_agreement(small_recipe("fedavg"), "localhost:8443", 8000)._replace(members=names)
+    with pytest.raises(UserError, match="clients: "):
+        found(tmp_path / "fed", agreement)
+    assert not (tmp_path / "fed").exists()
+
+
 @pytest.mark.parametrize("address", ["localhost", ":8443", "localhost:", "localhost:port"])
 def test_an_address_has_a_port(address: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not of the form host:port"):

@@ -21,6 +21,7 @@ from semifed.recipe_file import load_recipe
 
 CONSORTIUM, CLIENT, RECIPE = "consortium.toml", "client.toml", "recipe.toml"
 A_DAY = 86_400.0
+PLAIN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # it names folders and files
 Side = Annotated[Whole, Field(ge=1, le=4096)]
 T = TypeVar("T", bound=Table)
 
@@ -28,7 +29,7 @@ T = TypeVar("T", bound=Table)
 class Member(Table):
     """A client as the server knows it; its number is its place in the list."""
 
-    name: Text
+    name: Annotated[str, Field(pattern=PLAIN_NAME)]
     key: Text  # its public key, one line as OpenSSH writes it
 
 

@@ -1,6 +1,7 @@
 """Founding a federation: everything its parties need, written into one directory."""
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from semifed.assembly import prepare_run
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.deploy.certificates import client_key, new_authority, private_pem, server_certificate
-from semifed.deploy.consortium import CLIENT, CONSORTIUM, RECIPE
+from semifed.deploy.consortium import CLIENT, CONSORTIUM, PLAIN_NAME, RECIPE
 from semifed.errors import UserError
 from semifed.recipe import Recipe, check_recipe
 
@@ -44,6 +45,9 @@ def found(directory: Path, agreement: Agreement) -> None:
     host = _host(agreement.address)
     if len(set(agreement.members)) < len(agreement.members):
         raise UserError("clients: every client needs a name of its own")
+    for name in agreement.members:
+        if re.fullmatch(PLAIN_NAME, name) is None:
+            raise UserError(f"clients: '{name}' cannot name a folder; use letters, digits, dots, dashes")
     server, authority = (directory / "server").absolute(), new_authority(f"semifed {host}")
     certificate = server_certificate(authority, [host, "localhost", "127.0.0.1"])
     ca = authority.certificate.public_bytes(serialization.Encoding.PEM)

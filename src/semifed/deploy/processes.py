@@ -32,6 +32,9 @@ def serve(folder: Path, say: Say, *, proxy: bool) -> int:
     consortium = read_consortium(folder)
     tls, home, port = (folder / "tls").absolute(), (folder / "flower").absolute(), consortium.port
     _settle(folder, consortium)
+    nginx = shutil.which("nginx")
+    if proxy and nginx is None:
+        raise UserError("the proxy is nginx, which is not installed; without --proxy only this machine is served")
     if _listening(port):
         raise UserError(f"something listens on 127.0.0.1:{port} already")
     link = [
@@ -47,12 +50,7 @@ def serve(folder: Path, say: Say, *, proxy: bool) -> int:
         for member in consortium.clients:
             _register(folder, member.name, member.key, say)
         started = [superlink]
-        if proxy:
-            nginx = shutil.which("nginx")
-            if nginx is None:
-                raise UserError(
-                    "the proxy is nginx, which is not installed; without --proxy only this machine is served"
-                )
+        if proxy and nginx is not None:
             started.append(_start([nginx, "-c", str((folder / "proxy" / "nginx.conf").absolute())], {}, say, ending))
         say(f"serving {len(consortium.clients)} clients; Ctrl-C ends it")
         return _until_one_ends(started, say)
@@ -92,7 +90,14 @@ def run(folder: Path, out: Path, say: Say, *, resume: bool) -> bool:
     before = (out / "summary.json").stat().st_mtime if (out / "summary.json").exists() else 0.0
     with ExitStack() as ending:
         process = _start(command, {"FLWR_HOME": str((folder / "flower").absolute())}, say, ending)
-        process.wait()
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # Flower's own command would only stop listening
+            for one in runs(folder):
+                if not str(one["status"]).startswith("finished"):
+                    say(f"ending run {one['run-id']}")
+                    _attempt(folder, "stop", str(one["run-id"]), "here")
+            raise
     return (out / "summary.json").exists() and (out / "summary.json").stat().st_mtime > before
 
 
