@@ -57,6 +57,7 @@ def federation(directory: Path, clients: int) -> LocalGrid:
 # The same model from folders as from a data set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["openfl", "sage", "fedavg", "flexmatch", "fedlpa"])
 def test_a_federation_of_folders_gives_the_model_of_a_local_run(method: str, tmp_path: Path) -> None:
     recipe = small_recipe(method, **({} if method != "fedlpa" else {"scenario": without_validation(method)}))

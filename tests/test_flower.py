@@ -52,8 +52,13 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
 
 
+SOON = ("fedavg", KEEPS_STATE, "fedmatch")  # the others take their time
+
+
 @pytest.mark.usefixtures("without_ray")
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize(
+    "method", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in method_names()]
+)
 def test_flower_gives_the_same_numbers(method: str, tmp_path: Path) -> None:
     for engine in ("local", "flower"):
         run_of(recipe_of(method, engine), tmp_path / engine)
@@ -61,6 +66,7 @@ def test_flower_gives_the_same_numbers(method: str, tmp_path: Path) -> None:
     assert rounds_of(tmp_path / "local") == rounds_of(tmp_path / "flower")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("method", [KEEPS_STATE, "fedlpa"])
 @pytest.mark.parametrize("engines", [("flower", "flower"), ("flower", "local"), ("local", "flower")])

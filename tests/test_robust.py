@@ -199,6 +199,7 @@ def run_with(out: Path, method: str = "fedavg", workers: int = 1, **tables: Any)
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["openfl", "sage", "proxyfl", "fedmatch", "fedlpa"])
 @pytest.mark.parametrize("steps", ["clip median", "trimmed(0.34)", "multi-krum(0.34)"])
 def test_every_defence_goes_with_every_kind_of_method(method: str, steps: str, tmp_path: Path) -> None:
