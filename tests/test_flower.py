@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def rounds_of(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
+    monkeypatch.setattr("semifed.engines.flower._ray", lambda workers: nullcontext())
 
 
 SOON = ("fedavg", KEEPS_STATE, "fedmatch")  # the others take their time
@@ -277,6 +279,19 @@ def test_without_flower_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         flower_engine()
 
 
+def test_ray_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def late(**_: Any) -> None:
+        asked.append(1)
+        raise RuntimeError("the node timed out")
+
+    monkeypatch.setattr("ray.init", late)
+    with pytest.raises(UserError, match="Ray, which Flower's simulation runs on, does not start: the node timed out"):
+        run_of(recipe_of("fedavg"), tmp_path / "out")
+    assert len(asked) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's and Flower's own
 def test_flowers_simulation_gives_the_same_numbers(tmp_path: Path) -> None:
@@ -291,5 +306,6 @@ def test_a_simulation_that_does_not_start_is_told(tmp_path: Path, monkeypatch: p
         raise RuntimeError("Ending simulation.") from RuntimeError("Ray timed out")
 
     monkeypatch.setattr("flwr.simulation.run_simulation", broken)
+    monkeypatch.setattr("semifed.engines.flower._ray", lambda workers: nullcontext())
     with pytest.raises(UserError, match="Flower's simulation did not work: Ray timed out"):
         run_of(recipe_of("fedavg"), tmp_path / "out")

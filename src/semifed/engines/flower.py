@@ -7,9 +7,11 @@ it is asked; Flower's own node ids are random. Replies are put in client order, 
 import hashlib
 import logging
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +44,7 @@ from semifed.report import write_report
 from semifed.run import execute, setting_of
 
 LETTER, WHO = "letter", "who"
+START_ATTEMPTS = 3  # of Ray, on a busy machine
 RAISED = 2  # Flower's code for an app that raised: it would raise again
 WAITING_SECONDS = 5.0  # between two looks for clients that come back
 QUESTION_SECONDS = 60.0  # a node that does not say who it is within this time is asked again in the next round
@@ -243,7 +246,7 @@ def simulate(
     store: Path,
 ) -> T:
     """Run the round loop as a server app of a Flower simulation, with so many one-thread workers."""
-    from flwr import simulation
+    from flwr import simulation  # it loads Ray, which only simulations need
 
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -260,18 +263,47 @@ def simulate(
 
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.getLogger("flwr").setLevel(logging.ERROR)  # our own lines tell how far a run is
-    backend: Any = {
-        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"num_cpus": workers, "log_to_driver": False},
-    }
-    try:
-        simulation.run_simulation(app, simulated_client(str(store)), clients, backend_config=backend)
-    except RuntimeError as error:
-        if not failure and not outcome:
-            raise UserError(f"Flower's simulation did not work: {_first_cause(error)}") from None
+    backend: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    with _ray(workers):
+        _simulated(simulation.run_simulation, app, simulated_client(str(store)), clients, backend)
     if failure:
         raise failure[0]
+    if not outcome:
+        raise UserError("Flower's simulation ended before its first round")
     return outcome[0]
+
+
+@contextmanager
+def _ray(workers: int) -> Iterator[None]:
+    """Ray with so many workers, ended afterwards. Flower would start it itself, once, and Ray gives up after 30 s."""
+    import ray
+
+    path = os.pathsep.join(sys.path)  # workers find what this process finds
+    for left in reversed(range(START_ATTEMPTS)):
+        try:
+            ray.init(
+                num_cpus=workers,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": {"PYTHONPATH": path}},
+            )
+            break
+        except Exception as error:
+            ray.shutdown()
+            if not left:
+                raise UserError(f"Ray, which Flower's simulation runs on, does not start: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _simulated(run: Callable[..., None], app: ServerApp, client: ClientApp, clients: int, backend: Any) -> None:
+    try:
+        run(app, client, clients, backend_config=backend)
+    except RuntimeError as error:
+        raise UserError(f"Flower's simulation did not work: {_first_cause(error)}") from None
 
 
 def _first_cause(error: BaseException) -> BaseException:
