@@ -3,7 +3,7 @@
     python results/deploy/hostile.py STEM RUNS...
 
 writes STEM.csv, one line a run, and prints accuracy and AUROC of seen unknowns (where there are any) by method, attack,
-share of attackers and defence; the mean over seeds.
+share of attackers and defence; the mean over seeds. In brackets: the current model, where an average is delivered.
 """
 
 import csv
@@ -23,12 +23,14 @@ def read(run: Path) -> dict[str, Any]:
     attack = recipe["attack"]
     return {
         "method": recipe["method"]["name"],
-        "attack": attack["kind"],
+        "attack": attack["kind"] + (f" × {attack['scale']:g}" if attack["kind"] in ("sign-flip", "noise") else ""),
         "share": 0.0 if attack["kind"] == "none" else attack["share"],
         "defence": recipe["defence"]["steps"] or "none",
         "seed": recipe["seed"],
         "accuracy": metrics["accuracy"],
-        "auroc_seen": metrics.get("auroc_seen", ""),
+        "auroc_seen": metrics.get("auroc_seen", "") if recipe["scenario"]["classes"] == "open" else "",
+        "current.accuracy": metrics.get("current.accuracy", ""),
+        "current.auroc_seen": metrics.get("current.auroc_seen", ""),
     }
 
 
@@ -44,7 +46,8 @@ def main() -> None:
     for row in rows:
         cells[row["method"], row["attack"], row["share"]][row["defence"]].append(row)
     for method in sorted({row["method"] for row in rows}):
-        defences = sorted({row["defence"] for row in rows if row["method"] == method}, key=lambda name: name != "none")
+        used = {row["defence"] for row in rows if row["method"] == method}
+        defences = sorted(used, key=lambda name: (name != "none", name))
         print(f"\n| {method}: attack | attackers, % | " + " | ".join(defences) + " |")
         print("|---|---|" + "---|" * len(defences))
         for (own, attack, share), by in cells.items():
@@ -56,10 +59,10 @@ def main() -> None:
 def cell(rows: list[dict[str, Any]]) -> str:
     """Accuracy, and AUROC where there is one."""
     parts = []
-    for key in ("accuracy", "auroc_seen"):
+    for key in ("accuracy", "auroc_seen", "current.accuracy", "current.auroc_seen"):
         values = [100 * float(row[key]) for row in rows if row[key] != ""]
         parts += [f"{statistics.mean(values):.1f}"] if values else []
-    return " / ".join(parts)
+    return " / ".join(parts[:2]) + (f" ({' / '.join(parts[2:])})" if parts[2:] else "")
 
 
 if __name__ == "__main__":
