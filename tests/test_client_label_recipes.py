@@ -72,6 +72,7 @@ def test_every_cell_has_sages_method(table: str, data: str, alpha: str) -> None:
         "collaborative": True,
         "mixing": "gap",
         "soft": False,
+        "weigh": "images",
     }
 
 

@@ -179,11 +179,11 @@ class AttackTable(Table):
 class DefenceTable(Table):
     """What is done to updates before a method sees them."""
 
-    steps: str = ""
+    steps: Text = "none"
 
     @model_validator(mode="after")
     def _known(self) -> "DefenceTable":
-        if self.steps:
+        if self.steps != "none":
             from semifed.robust import defence
 
             defence(self.steps)

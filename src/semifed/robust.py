@@ -31,7 +31,9 @@ class Step(NamedTuple):
 
 
 def defence(text: str) -> list[Step]:
-    """The steps of a text such as "clip(1) trimmed(0.2)"."""
+    """The steps of a text such as "clip(1) trimmed(0.2)"; "none" has none."""
+    if text == "none":
+        return []
     steps = []
     for word in text.split():
         match = re.fullmatch(r"([a-z-]+)(?:\(([0-9.]+)\))?", word)
