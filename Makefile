@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# A real federation on the loopback address, about eight minutes; the proxy is nginx.
+# A real federation on the loopback address, eight to thirteen minutes; the proxy is nginx.
 test-deploy: $(VENV)/.installed-dev
 	@command -v nginx > /dev/null || { echo "nginx is missing: apt install nginx-light"; exit 1; }
 	$(BIN)/pytest drills -s --timeout 900

@@ -36,6 +36,7 @@ class LocalGrid(Grid):
         self.keys: dict[int, bytes] = {}  # by node
         self.gone: set[int] = set()  # clients that are not connected
         self.silent: set[int] = set()  # connected, but they never answer
+        self.replies: dict[str, Message] = {}
         self.asked: list[tuple[str, int]] = []  # type of message and client
         TaskIdentity.run_id = TaskIdentity.task_id = 1
         TaskIdentity.node_id = 1
@@ -43,14 +44,17 @@ class LocalGrid(Grid):
     def node_of(self, client: int) -> int:
         return next(node for node, held in self.client_of.items() if held == client)
 
-    def set_run(self, run: Run) -> None: ...
+    def set_run(self, run: Run) -> None:
+        self._run = run
 
     @property
     def run(self) -> Run:
-        raise NotImplementedError
+        return self._run
 
-    def create_message(self, *_: Any, **__: Any) -> Message:
-        raise NotImplementedError
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
         return [node for node, client in self.client_of.items() if client not in self.gone]
@@ -59,24 +63,25 @@ class LocalGrid(Grid):
         return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.get_node_ids()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = []
+        names = []
         for message in reversed(list(messages)):
-            message.metadata.__dict__["_message_id"] = str(uuid4())
+            names.append(str(uuid4()))
+            message.metadata.__dict__["_message_id"] = names[-1]
             node = message.metadata.dst_node_id
             self.asked.append((message.metadata.message_type, self.client_of[node]))
             if self.client_of[node] in self.silent:
                 continue
             try:
-                replies.append(self.app(message, self.contexts[node]))
+                self.replies[names[-1]] = self.app(message, self.contexts[node])
             except Exception as error:
-                replies.append(Message(Error(RAISED, repr(error)), reply_to=message))
-        return replies
+                self.replies[names[-1]] = Message(Error(RAISED, repr(error)), reply_to=message)
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.replies.pop(name) for name in message_ids if name in self.replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
 
 
 def run_simulation(

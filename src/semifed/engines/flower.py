@@ -218,21 +218,27 @@ def _scenario(setting: Setting) -> Scenario:
     return prepare_run(setting.parsed()).scenario
 
 
-def simulated_client(store: str) -> ClientApp:
-    """The app that acts as any client of a simulation; what they hold lies in one directory."""
+def _client_app(act: Callable[[Letter, Context], Letter]) -> ClientApp:
+    """A node's app: it says who it is, and answers letters."""
     app = ClientApp()
-
     app.query(WHO)(_who)
 
     @app.train(LETTER)
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
-        letter = _letter(message)
-        client = int(context.node_config["partition-id"])
-        data = _scenario(Setting.of(letter.facts)).client(client)
-        return _message(answer(letter, data, HeldStore(Path(store)), share="all"), message)
+        return _message(act(_letter(message), context), message)
 
     return app
+
+
+def simulated_client(store: str) -> ClientApp:
+    """The app that acts as any client of a simulation; what they hold lies in one directory."""
+
+    def act(letter: Letter, context: Context) -> Letter:
+        data = _scenario(Setting.of(letter.facts)).client(int(context.node_config["partition-id"]))
+        return answer(letter, data, HeldStore(Path(store)), share="all")
+
+    return _client_app(act)
 
 
 def simulate(
@@ -314,25 +320,16 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def deployed_client() -> ClientApp:
     """The app of a node that is one client, with its images in a folder of its own."""
-    app = ClientApp()
 
-    app.query(WHO)(_who)
-
-    @app.train(LETTER)
-    def train(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
-        letter = _letter(message)
+    def act(letter: Letter, context: Context) -> Letter:
         try:
-            reply = _answered(letter, Path(str(context.node_config["folder"])))
+            return _answered(letter, Path(str(context.node_config["folder"])))
         except Exception as error:
-            # Its text may name files: it stays here.
-            traceback.print_exc()
-            reply = failed(
-                letter.facts["round"], f"it could not train ({type(error).__name__}; its own log tells more)"
-            )
-        return _message(reply, message)
+            traceback.print_exc()  # its text may name files and stays here
+            reason = f"it could not train ({type(error).__name__}; its own log tells more)"
+            return failed(letter.facts["round"], reason)
 
-    return app
+    return _client_app(act)
 
 
 def _answered(letter: Letter, folder: Path) -> Letter:
