@@ -238,3 +238,27 @@ def test_a_batch_knows_whether_anybody_looked(view: str) -> None:
     getattr(step.unlabelled, view)
     assert step.unlabelled.looked_at
     assert not step.labelled.looked_at
+
+
+def test_views_of_steps_in_a_row_are_those_of_each_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = Views.parse("flip crop(2)", "flip crop(2) randaugment(2,10) cutout(3)", mean=(0.5,), std=(0.25,))
+    data = data_of(9, 31)._replace(views=views)
+    budget = Budget(epochs=2, steps=None, batch=4, unlabelled_ratio=2)
+    names = ("plain", "weak", "weak_again", "strong", "strong_again", "flipped")
+
+    def all_views() -> list[torch.Tensor]:
+        steps = drawn(data, budget)
+        return [getattr(part, name) for step in steps for part in step for name in names]
+
+    together = all_views()
+    monkeypatch.setattr("semifed.data.client.IN_ONE_GO", 1)
+    alone = all_views()
+    assert len(together) == len(alone) == 2 * 3 * 2 * len(names)  # the last 7 of 31 images are too few for a step
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+
+
+def test_a_view_of_one_step_does_not_count_as_a_look_at_the_next() -> None:
+    first, second, *_ = drawn(data_of(9, 31), Budget(epochs=1, steps=None, batch=4))
+    assert len(first.unlabelled.strong) == 4
+    assert first.unlabelled.looked_at
+    assert not second.unlabelled.looked_at

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,6 +135,14 @@ def draw(steps: Sequence[Step], images: Tensor, generator: torch.Generator) -> t
     return tuple(step.draw(images, generator) for step in steps)
 
 
+def joined(draws: Sequence[Draw]) -> Draw:
+    """One step's parameters for several batches as those for all of them together."""
+    kind: Any = type(draws[0])
+    values = [[getattr(draw, one.name) for draw in draws] for one in fields(kind)]
+    whole: Draw = kind(*(torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in values))
+    return whole
+
+
 def apply(draws: Sequence[Draw], images: Tensor, *, fill: int) -> Tensor:
     """The images after every step; uint8 [n, c, h, w] in and out, boxes painted with the level `fill`."""
     height, width = images.shape[2:]
@@ -228,12 +236,25 @@ class Views:
 
     def flip(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """The second weak view of SSB: mirrored by chance; where mirroring is not allowed, a weak view."""
-        flips = tuple(step for step in self.weak_steps if isinstance(step, Flip))
-        return self._view(flips or self.weak_steps, images, generator)
+        return self._view(self.flip_steps, images, generator)
+
+    @property
+    def flip_steps(self) -> tuple[Step, ...]:
+        """The steps of `flip`."""
+        return tuple(step for step in self.weak_steps if isinstance(step, Flip)) or self.weak_steps
+
+    def several(
+        self, steps: tuple[Step, ...], parts: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> tuple[Tensor, ...]:
+        """A view of each part, drawn from the part's own generator; the pixels of all parts move in one go."""
+        images = torch.cat([self._checked(part) for part in parts])
+        draws = zip(*(draw(steps, *each) for each in zip(parts, generators, strict=True)), strict=True)
+        view = self._normalised(apply([joined(one) for one in draws], images, fill=self.fill))
+        parted: tuple[Tensor, ...] = view.split([len(part) for part in parts])
+        return parted
 
     def _view(self, steps: tuple[Step, ...], images: Tensor, generator: torch.Generator) -> Tensor:
-        self._checked(images)
-        return self._normalised(apply(draw(steps, images, generator), images, fill=self.fill))
+        return self.several(steps, [images], [generator])[0]
 
     def _checked(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != len(self.mean):
