@@ -41,16 +41,18 @@ def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
 
     Float64 keeps the mean of equal models equal to them, bit for bit.
     """
-    return {
-        name: _as_type(
-            sum(
-                (model[name].double() * share for model, share in zip(models[1:], weight[1:].tolist(), strict=True)),
-                start=models[0][name].double() * float(weight[0]),
-            ),
-            models[0][name].dtype,
-        )
-        for name in models[0]
-    }
+    share = weight.tolist()
+    return {name: _weighted_sum([model[name] for model in models], share) for name in models[0]}
+
+
+def _weighted_sum(tensors: Sequence[Tensor], share: Sequence[float]) -> Tensor:
+    """Two float64 tensors are all that is held beside the given ones, however many these are."""
+    total = tensors[0].double() * share[0]
+    term = torch.empty_like(total)
+    for tensor, factor in zip(tensors[1:], share[1:], strict=True):
+        # Not add_(tensor, alpha=factor): rounding once instead of twice would change the last bit.
+        total.add_(term.copy_(tensor).mul_(factor))
+    return _as_type(total, tensors[0].dtype)
 
 
 def reliability_shares(losses: Sequence[float], epsilon: float, most: float) -> Tensor:

@@ -8,8 +8,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from semifed.assembly import Parts, assemble, build_workplace, further_heads, optimiser, privacy_of
 from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
@@ -24,6 +22,7 @@ from semifed.method import payload_types
 from semifed.models.backbones import Normalisation
 from semifed.net import Net
 from semifed.privacy import private_mean, spent
+from semifed.process import settle
 from semifed.progress import Reporter
 from semifed.report.contact_sheet import strip
 from semifed.rng import numpy_stream
@@ -44,7 +43,7 @@ def execute(
 
     The recipe says which engine the clients run in, unless one is given.
     """
-    torch.set_num_threads(1)
+    settle()
     recipe, scenario = parts.recipe, parts.scenario
     net, evaluator = assemble(parts)
     shape, classes = scenario.dataset.x_train.shape[1:], len(scenario.known)

@@ -39,6 +39,7 @@ from semifed.engines.letters import NEVER, Letter, Setting, Share, answer, faile
 from semifed.errors import ClientFailure, UserError
 from semifed.held import HeldStore
 from semifed.methods import AnyMethod
+from semifed.process import settle
 from semifed.progress import Lines
 from semifed.report import write_report
 from semifed.run import execute, setting_of
@@ -225,7 +226,7 @@ def _client_app(act: Callable[[Letter, Context], Letter]) -> ClientApp:
 
     @app.train(LETTER)
     def train(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
+        settle()
         return _message(act(_letter(message), context), message)
 
     return app
@@ -351,7 +352,7 @@ def deployed_server() -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        torch.set_num_threads(1)
+        settle()
         told = context.run_config
         folder, out = Path(str(told["folder"])), Path(str(told["out"]))
         console = Console(no_color=True, width=160)

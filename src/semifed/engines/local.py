@@ -30,6 +30,7 @@ from semifed.errors import ClientFailure
 from semifed.fit import Diverged
 from semifed.method import payload_types
 from semifed.methods import AnyMethod
+from semifed.process import settle
 from semifed.pseudo import PseudoLabels
 from semifed.wire import from_arrays, to_arrays
 
@@ -333,7 +334,7 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
     """A worker's life: answer orders until the pipe closes or the parent dies, even amid a client."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where the fork server was there before us
     Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
+    settle()
     try:
         place = build()
     except Exception:
