@@ -249,6 +249,23 @@ def list_(
     _terminal().print(table, highlight=False, markup=False)
 
 
+@app.command()
+def bench(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PART]...", help="floor, peers, scaling, views, aggregation; default all."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw how cost scales into this folder.")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="How often contestants take turns.")] = 3,
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 = one a core.")] = 0,
+) -> None:
+    """Speed on this machine, against the floor and the peers that are installed; needs no data, takes a while."""
+    from semifed.bench.command import bench as measure
+
+    measure(parts or [], turns=turns, workers=workers, file=file, plots=plots)
+
+
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Federated learning when labels are scarce, clients are many, and some classes have no name yet."""

@@ -1,0 +1,86 @@
+"""The parts of the benchmark, one after the other; tables as they come, all numbers in one file."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from semifed.bench.aggregation import aggregation_cost
+from semifed.bench.floor import against_floor
+from semifed.bench.measuring import Table, machine
+from semifed.bench.peers import against_peers
+from semifed.bench.plots import draw
+from semifed.bench.scaling import scaling
+from semifed.bench.views import view_speed
+from semifed.durable import write_atomically
+from semifed.engines.local import available_cores
+from semifed.errors import UserError, nearest
+
+PARTS = ("floor", "peers", "scaling", "views", "aggregation")
+
+
+def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, plots: Path | None) -> None:
+    """Measure the parts that are asked for, all if none is."""
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"bench has no part '{part}'; {nearest(part, PARTS)}")
+    torch.set_num_threads(1)
+    workers = workers or available_cores()
+    console = Console()
+    about = machine()
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
+    tables: list[Table] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs: dict[str, Callable[[], list[Table]]] = {
+            "floor": lambda: against_floor(folder, turns, workers),
+            "peers": lambda: against_peers(folder, turns, workers),
+            "scaling": lambda: scaling(folder, turns, workers),
+            "views": lambda: view_speed(folder, turns),
+            "aggregation": lambda: aggregation_cost(turns),
+        }
+        for part in parts or PARTS:
+            found = jobs[part]()
+            tables += found
+            for table in found:
+                _show(console, table)
+            if file is not None:  # after each part: a long benchmark may be stopped
+                write_atomically(file, json.dumps(_all_numbers(about, turns, workers, tables), indent=1) + "\n")
+    if plots is not None:
+        for path in draw(tables, plots):
+            console.print(f"plot: {path}", highlight=False)
+
+
+def _show(console: Console, table: Table) -> None:
+    shown = RichTable(title=table.title, caption=table.work, box=box.SIMPLE_HEAD, title_justify="left")
+    for place, name in enumerate(table.header):
+        shown.add_column(name, justify="left" if place == 0 else "right")
+    for row in table.rows:
+        shown.add_row(*("–" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(shown)
+    for note in table.notes:
+        console.print(f"  {note}", highlight=False)
+
+
+def _all_numbers(about: dict[str, Any], turns: int, workers: int, tables: Sequence[Table]) -> dict[str, Any]:
+    return {
+        "machine": about,
+        "turns": turns,
+        "workers": workers,
+        "parts": {
+            table.name: {
+                "title": table.title,
+                "work": table.work,
+                "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
+                "notes": list(table.notes),
+                "facts": table.facts,
+            }
+            for table in tables
+        },
+    }

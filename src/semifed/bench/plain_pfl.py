@@ -1,0 +1,180 @@
+# pfl is optional, and has no types.
+# mypy: disable-error-code="import-not-found, import-untyped, misc"
+"""Federated FixMatch as a user of pfl-research writes it: a module with a loss, a federated data set, its own FedAvg.
+
+What a client computes is plain PyTorch on semifed's batch-wise views, so that a comparison shows the engines. pfl
+works in one process, or in several that torchrun starts and that add up their sums:
+
+    python -m torch.distributed.run --standalone --nproc-per-node=2 -m semifed.bench.plain_pfl recipe.toml 3 out.json
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.aggregate.weighting import WeightByDatapoints
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.dataset import Dataset
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.data.sampling import get_user_sampler
+from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics, Weighted
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+
+from semifed.assembly import Parts, prepare_run
+from semifed.bench.plain_loop import Job, Lap, StepViews, batchwise, fixmatch_loss, new_network
+from semifed.data.client import ClientData
+from semifed.errors import UserError
+from semifed.recipe import check_recipe
+from semifed.rng import Key, torch_stream
+
+
+class TwoKinds(Dataset):
+    """A user's labelled and unlabelled images: pfl slices all of a user's tensors alike, so this draws the batches."""
+
+    def __init__(self, data: ClientData, job: Job, *address: Key) -> None:
+        super().__init__((data.labelled, data.unlabelled))
+        self._data, self._job, self._address = data, job, address
+
+    def __len__(self) -> int:
+        return self._data.image_count
+
+    def iter(self, batch_size: int | None) -> Iterator[StepViews]:
+        """Steps of a round, whatever the batch size."""
+        return batchwise(self._data, self._job, torch_stream("plain pfl", *self._address))
+
+
+class FixMatchModule(nn.Module):
+    """The network with its loss, as pfl asks for it."""
+
+    def __init__(self, network: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.network, self._job = network, job
+        self.steps = self.images = 0
+
+    def loss(self, labelled: Tensor, labels: Tensor, weak: Tensor, strong: Tensor) -> Tensor:
+        """What a step minimises."""
+        self.steps, self.images = self.steps + 1, self.images + len(labelled) + len(weak)
+        return fixmatch_loss(self.network, StepViews(labelled, labels, weak, strong), self._job.threshold)
+
+    def metrics(self, labelled: Tensor, labels: Tensor, weak: Tensor, strong: Tensor) -> dict[str, Any]:
+        """Next to nothing: pfl insists on measuring in the first round, which does not count."""
+        return {"images": Weighted(len(labelled), len(labelled))}
+
+
+class Clock(TrainingProcessCallback):
+    """Notes when each round ended."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_train_begin(self, *, model: Any) -> Any:
+        """Ready."""
+        self.marks.append(perf_counter())
+        return Metrics()
+
+    def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+        """A round is over."""
+        self.marks.append(perf_counter())
+        return False, Metrics()
+
+
+def pfl_rounds(parts: Parts, steady: int) -> Lap:
+    """Some rounds in pfl's simulation in this process, and one before them."""
+    torch.set_num_threads(1)
+    began = perf_counter()
+    job, recipe = Job.of(parts), parts.recipe
+    module = FixMatchModule(new_network(parts).train(), job)
+    model = PyTorchModel(
+        module,
+        lambda parameters, lr: torch.optim.SGD(parameters, **{**job.sgd, "lr": lr}),
+        torch.optim.SGD(module.parameters(), lr=1.0),
+    )
+    visits = count()
+
+    def user(client: int) -> TwoKinds:
+        return TwoKinds(parts.scenario.client(client), job, client, next(visits))
+
+    sampler = get_user_sampler("minimize_reuse", list(range(recipe.scenario.clients)))
+    data = FederatedDataset(user, sampler)
+    backend = SimulatedBackend(training_data=data, val_data=data, postprocessors=[WeightByDatapoints()])
+    clock = Clock()
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)  # pfl asks for the current one, which another peer may have closed
+    try:
+        FederatedAveraging().run(
+            backend=backend,
+            model=model,
+            algorithm_params=NNAlgorithmParams(
+                central_num_iterations=steady + 1,
+                evaluation_frequency=steady + 1,
+                train_cohort_size=recipe.cohort_size,
+                val_cohort_size=0,
+            ),
+            model_train_params=NNTrainHyperParams(
+                local_num_epochs=None,
+                local_num_steps=job.steps,
+                local_learning_rate=job.sgd["lr"],
+                local_batch_size=job.unlabelled,
+            ),
+            model_eval_params=NNEvalHyperParams(local_batch_size=job.unlabelled),
+            callbacks=[clock],
+            send_metrics_to_platform=False,
+        )
+    finally:
+        loop.close()
+        asyncio.set_event_loop(None)
+    return Lap.between(began, clock.marks, module.steps, module.images)
+
+
+def torchrun_rounds(parts: Parts, steady: int, processes: int) -> Lap:
+    """The same in so many processes of one thread each."""
+    began = perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, out = Path(folder, "recipe.toml"), Path(folder, "lap.json")
+        recipe.write_text(parts.recipe.to_toml())
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *launch, "-m", __name__, str(recipe), str(steady), str(out)]
+        told = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=told
+        ) as running:
+            try:
+                said, _ = running.communicate()
+            except BaseException:
+                running.terminate()  # it ends its workers
+                raise
+        if running.returncode:
+            raise UserError(f"pfl in {processes} processes failed: {said[-2000:]}")
+        lap = Lap(*json.loads(out.read_text()))
+    return lap._replace(start_up=perf_counter() - began - lap.first - sum(lap.seconds))
+
+
+def main(recipe: str, steady: str, out: str) -> None:
+    """One of the processes that torchrun starts."""
+    parts = prepare_run(check_recipe(tomllib.loads(Path(recipe).read_text())))
+    lap = pfl_rounds(parts, int(steady))
+    done = torch.tensor([lap.steps, lap.images])
+    torch.distributed.all_reduce(done)
+    if torch.distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps(lap._replace(steps=int(done[0]), images=int(done[1]))))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

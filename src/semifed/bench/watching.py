@@ -1,0 +1,128 @@
+"""What a round does inside: its passes, step by step, and what its clients spend their time on."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from time import perf_counter
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from semifed.assembly import Parts
+from semifed.bench.rounds import TimedEngine, run_rounds
+from semifed.client_round import Reply
+from semifed.data.views import Views
+from semifed.engines import Engine
+from semifed.errors import ClientFailure
+from semifed.models.network import Network
+
+KINDS = ("steps", "views", "gates")  # what a client's time is sorted into; the rest are losses and bookkeeping
+
+
+class Pass(NamedTuple):
+    """One call of a network within an optimiser step."""
+
+    images: int
+    learns: bool  # gradients flow back
+
+
+Trace = tuple[tuple[Pass, ...], ...]  # the passes of each step
+
+
+class Watched(NamedTuple):
+    """What one round did in one process."""
+
+    clients: Trace  # all of them, one after the other
+    server: Trace
+    shares: Mapping[str, float]  # of the clients' time, by kind, and "rest"
+
+
+def watch(parts: Parts) -> Watched:
+    """Run the recipe in this process and write down what it does; a recipe of one round is enough."""
+    run_rounds(parts, workers=1)  # whatever a process does only once is done now
+    watcher = _Watcher()
+    with watcher.watching(type(parts.method)):
+        rounds = run_rounds(parts, 1, watcher.engine).rounds
+    whole = sum(one.clients for one in rounds)
+    shares = {kind: seconds / whole for kind, seconds in watcher.seconds.items()}
+    return Watched(
+        tuple(watcher.steps["clients"]), tuple(watcher.steps["server"]), {**shares, "rest": 1 - sum(shares.values())}
+    )
+
+
+class _Watcher:
+    """Looks over the shoulder of the round loop."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[tuple[Pass, ...]]] = {"clients": [], "server": []}
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self._passes: list[Pass] = []
+        self._place = "server"
+        self._inside: str | None = None  # the kind that is being clocked
+
+    def engine(self, engine: Engine) -> TimedEngine:
+        """An engine that says when clients are at work."""
+        watcher = self
+
+        class Watching(TimedEngine):
+            def ask(self, *order: Any, **more: Any) -> list[Reply | ClientFailure]:
+                watcher._now_at("clients")
+                try:
+                    return super().ask(*order, **more)
+                finally:
+                    watcher._now_at("server")
+
+        return Watching(engine)
+
+    @contextmanager
+    def watching(self, method: type) -> Iterator[None]:
+        """Passes, steps and times are noted for a while."""
+        clocked = [
+            *((Views, view, "views") for view in ("several", "plain")),
+            *((method, hook, "gates") for hook in ("prepare", "report", "keep")),
+            (Network, "forward", "steps"),
+            (torch.Tensor, "backward", "steps"),
+            (torch.optim.SGD, "step", "steps"),
+            (torch.optim.SGD, "zero_grad", "steps"),
+            (torch.nn.utils, "clip_grad_norm_", "steps"),
+        ]
+        with ExitStack() as at_the_end:
+            for hook in (
+                register_module_forward_pre_hook(self._note_pass),
+                register_optimizer_step_post_hook(self._note_step),
+            ):
+                at_the_end.callback(hook.remove)
+            for owner, name, kind in clocked:
+                at_the_end.enter_context(patch.object(owner, name, self._clocked(getattr(owner, name), kind)))
+            yield
+
+    def _now_at(self, place: str) -> None:
+        self._place = place
+        self._passes.clear()  # tests and calibration belong to no step
+
+    def _note_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, Network) and self._inside != "gates":
+            self._passes.append(Pass(len(inputs[0]), module.training and torch.is_grad_enabled()))
+
+    def _note_step(self, *_: object) -> None:
+        self.steps[self._place].append(tuple(self._passes))
+        self._passes.clear()
+
+    def _clocked(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @wraps(call)
+        def clocked(*given: Any, **named: Any) -> Any:
+            if self._place != "clients" or self._inside is not None:
+                return call(*given, **named)
+            self._inside = kind
+            started = perf_counter()
+            try:
+                return call(*given, **named)
+            finally:
+                self.seconds[kind] += perf_counter() - started
+                self._inside = None
+
+        return clocked

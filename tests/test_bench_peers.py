@@ -1,0 +1,197 @@
+"""Peers of the benchmark: everyone does the same work, and what is not installed is said."""
+
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from local_grid import run_simulation
+from semifed.assembly import Parts
+from semifed.bench import naive, peers
+from semifed.bench.pillow_views import OPERATIONS as PILLOW_OPERATIONS
+from semifed.bench.pillow_views import PillowViews, as_picture, as_tensor
+from semifed.bench.plain_loop import Job, Lap, average, batchwise, fixmatch_loss, new_network
+from semifed.bench.workload import Workload
+from semifed.data.client import Batch, Samples
+from semifed.data.randaugment import OPERATIONS
+from semifed.data.views import Views
+from semifed.methods.fixmatch_lpl import FixMatchLPL
+from semifed.net import Net
+from semifed.rng import torch_stream
+
+# Each of three clients holds 20 images, 10 of them labelled; semifed drops the last batch of a pass if it has fewer
+# than 8 images, here there is none.
+TINY = Workload(
+    "tiny",
+    "sage/fashion-mini",
+    (
+        "method=fixmatch-lpl",
+        "scenario.clients=3",
+        "clients_per_round=2",
+        "scenario.labelled_per_class=3",
+        "model.width=[2,3,4]",
+        "local.steps=2",
+        "local.batch=5",
+    ),
+    (1, 8, 8),
+    images=60,
+)
+STEPS = 2 * 2  # clients, steps
+IMAGES = STEPS * (5 + 10)
+
+needs_pfl = pytest.mark.skipif(find_spec("pfl") is None, reason="pfl is not installed")
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    return TINY.parts(tmp_path)
+
+
+def assert_same_work(lap: Lap, steady: int) -> None:
+    assert (lap.steps, lap.images) == (STEPS, IMAGES)
+    assert len(lap.seconds) == steady
+    assert min(*lap.seconds, lap.first) > 0
+
+
+def test_semifed_does_the_work(parts: Parts) -> None:
+    assert_same_work(peers.semifed_rounds(parts, 2, workers=1), 2)
+
+
+@pytest.mark.slow
+def test_two_workers_do_the_work(parts: Parts) -> None:
+    assert_same_work(peers.semifed_rounds(parts, 1, workers=2), 1)
+
+
+def test_the_naive_loop_does_the_work(parts: Parts) -> None:
+    assert_same_work(naive.naive_rounds(parts, 2), 2)
+
+
+def test_plain_flower_does_the_work(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    from semifed.bench.plain_flower import flower_rounds
+
+    monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
+    monkeypatch.setattr("semifed.engines.flower._ray", lambda workers: nullcontext())
+    assert_same_work(flower_rounds(parts, 2, workers=1), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's and Flower's own
+def test_plain_flower_does_the_work_on_ray_and_ends_it(parts: Parts) -> None:
+    import ray
+
+    from semifed.bench.plain_flower import flower_rounds
+
+    assert_same_work(flower_rounds(parts, 1, workers=2), 1)
+    assert not ray.is_initialized()
+
+
+@needs_pfl
+@pytest.mark.filterwarnings("ignore")  # pfl's own
+def test_plain_pfl_does_the_work(parts: Parts) -> None:
+    from semifed.bench.plain_pfl import pfl_rounds
+
+    assert_same_work(pfl_rounds(parts, 2), 2)
+
+
+@needs_pfl
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_processes_of_pfl_do_the_work(parts: Parts) -> None:
+    from semifed.bench.plain_pfl import torchrun_rounds
+
+    assert_same_work(torchrun_rounds(parts, 1, processes=2), 1)
+
+
+def test_the_plain_loss_is_that_of_the_method(parts: Parts) -> None:
+    data, network = parts.scenario.client(0), new_network(parts)
+    (seen, *_) = batchwise(data, Job.of(parts), torch_stream(1))
+    samples = Samples(data.images[:0], torch.arange(0), seen.labels, data.views, ())
+    unlabelled = Samples(data.images[:0], torch.arange(len(seen.weak)), torch.empty(0), data.views, ())
+    vars(samples)["weak"] = seen.labelled
+    vars(unlabelled).update(weak=seen.weak, strong=seen.strong)
+    for threshold in (0.0, 0.1, 0.95):
+        method = FixMatchLPL(threshold=threshold)
+        ours = method.loss(Net(network, "tracked"), Batch(samples, unlabelled), None)  # type: ignore[arg-type]
+        torch.testing.assert_close(fixmatch_loss(network, seen, threshold), ours.value)
+
+
+def test_images_are_averaged_by_count() -> None:
+    states = [{"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([5.0, 2.0])}]
+    assert average(states, [3, 1])["a"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pillow_views_look_like_ours(channels: int) -> None:
+    """The draws differ, the pixels' distribution must not: means and deviations of many views."""
+    mean, std = (0.4,) * channels, (0.3,) * channels
+    look = Views.parse("flip crop(2)", "flip crop(2) randaugment(2,10) cutout(4)", mean=mean, std=std)
+    image = torch.randint(0, 256, (channels, 10, 12), generator=torch_stream(0), dtype=torch.uint8)
+    image[:, 3:6] //= 3
+    pillow, many = PillowViews(look, 1), image.expand(4000, -1, -1, -1)
+    for one, ours in ((pillow.weak, look.weak), (pillow.strong, look.strong)):
+        theirs = torch.stack([one(image) for _ in range(4000)])
+        expected = ours(many, torch_stream(0))
+        assert theirs.shape == expected.shape
+        torch.testing.assert_close(theirs.mean(0), expected.mean(0), atol=0.09, rtol=0)
+        torch.testing.assert_close(theirs.std(0), expected.std(0), atol=0.09, rtol=0)
+
+
+def test_every_operation_has_its_pillow_call() -> None:
+    assert tuple(PILLOW_OPERATIONS) == OPERATIONS
+    image = torch.randint(40, 200, (3, 32, 32), generator=torch_stream(0), dtype=torch.uint8)
+    picture = as_picture(image)
+    assert torch.equal(as_tensor(picture), image)
+    changed = {
+        name for name, call in PILLOW_OPERATIONS.items() if not torch.equal(as_tensor(call(picture, 9, -1)), image)
+    }
+    assert changed == set(OPERATIONS) - {"identity"}
+
+
+def test_a_plain_loop_refuses_other_methods(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fixmatch-lpl"):
+        Job.of(TINY._replace(overrides=(*TINY.overrides, "method=fedavg")).parts(tmp_path))
+
+
+def test_the_table_says_who_is_missing_and_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.Contestant, "installed", lambda self: not self.needs)
+    table = peers.compared(TINY, tmp_path, turns=2, workers=1, steady=1)
+    rows = {str(row[0]): row for row in table.rows}
+    assert list(rows) == [
+        "semifed, 1 worker",
+        "Flower simulation, 1 Ray actor",
+        "pfl-research, 1 process",
+        "naive loop",
+    ]
+    assert rows["pfl-research, 1 process"][2:] == ["not installed: pip install 'pfl[pytorch]==0.6.0'", None]
+    assert "semifed[flower]" in str(rows["Flower simulation, 1 Ray actor"][2])
+    assert rows["semifed, 1 worker"][3] is None
+    assert "to" in str(rows["naive loop"][3])
+    facts = table.facts["naive loop"]
+    assert len(facts["seconds"]) == 2
+    assert facts["steps_a_round"] == [STEPS] * 2
+    assert len(facts["steady_rounds"][0]) == 1
+    assert all(len(row) == len(table.header) for row in table.rows)
+    assert tuple(table.notes) == peers.NOTES
+
+
+def test_who_does_other_work_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lazy(parts: Parts, steady: int) -> Lap:
+        return Lap([1.0] * steady, 1.0, 0.0, 1, 1)
+
+    few = [peers.contestants(1)[0], peers.Contestant("lazy", 1, lazy)]
+    monkeypatch.setattr(peers, "contestants", lambda workers: few)
+    table = peers.compared(TINY, tmp_path, turns=1, workers=1, steady=1)
+    assert table.notes[-1].startswith("lazy did another number")
+
+
+def test_names_count_workers() -> None:
+    assert [one.name for one in peers.contestants(2)] == [
+        "semifed, 2 workers",
+        "semifed, 1 worker",
+        "Flower simulation, 2 Ray actors",
+        "pfl-research, 2 processes",
+        "pfl-research, 1 process",
+        "naive loop",
+    ]
