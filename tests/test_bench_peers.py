@@ -10,13 +10,9 @@ import torch
 from local_grid import run_simulation
 from semifed.assembly import Parts
 from semifed.bench import naive, peers
-from semifed.bench.pillow_views import OPERATIONS as PILLOW_OPERATIONS
-from semifed.bench.pillow_views import PillowViews, as_picture, as_tensor
 from semifed.bench.plain_loop import Job, Lap, average, batchwise, fixmatch_loss, new_network
 from semifed.bench.workload import Workload
 from semifed.data.client import Batch, Samples
-from semifed.data.randaugment import OPERATIONS
-from semifed.data.views import Views
 from semifed.methods.fixmatch_lpl import FixMatchLPL
 from semifed.net import Net
 from semifed.rng import torch_stream
@@ -120,33 +116,6 @@ def test_the_plain_loss_is_that_of_the_method(parts: Parts) -> None:
 def test_images_are_averaged_by_count() -> None:
     states = [{"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([5.0, 2.0])}]
     assert average(states, [3, 1])["a"].tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pillow_views_look_like_ours(channels: int) -> None:
-    """The draws differ, the pixels' distribution must not: means and deviations of many views."""
-    mean, std = (0.4,) * channels, (0.3,) * channels
-    look = Views.parse("flip crop(2)", "flip crop(2) randaugment(2,10) cutout(4)", mean=mean, std=std)
-    image = torch.randint(0, 256, (channels, 10, 12), generator=torch_stream(0), dtype=torch.uint8)
-    image[:, 3:6] //= 3
-    pillow, many = PillowViews(look, 1), image.expand(4000, -1, -1, -1)
-    for one, ours in ((pillow.weak, look.weak), (pillow.strong, look.strong)):
-        theirs = torch.stack([one(image) for _ in range(4000)])
-        expected = ours(many, torch_stream(0))
-        assert theirs.shape == expected.shape
-        torch.testing.assert_close(theirs.mean(0), expected.mean(0), atol=0.09, rtol=0)
-        torch.testing.assert_close(theirs.std(0), expected.std(0), atol=0.09, rtol=0)
-
-
-def test_every_operation_has_its_pillow_call() -> None:
-    assert tuple(PILLOW_OPERATIONS) == OPERATIONS
-    image = torch.randint(40, 200, (3, 32, 32), generator=torch_stream(0), dtype=torch.uint8)
-    picture = as_picture(image)
-    assert torch.equal(as_tensor(picture), image)
-    changed = {
-        name for name, call in PILLOW_OPERATIONS.items() if not torch.equal(as_tensor(call(picture, 9, -1)), image)
-    }
-    assert changed == set(OPERATIONS) - {"identity"}
 
 
 def test_a_plain_loop_refuses_other_methods(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from semifed.durable import write_atomically
 from semifed.engines.local import available_cores
 from semifed.errors import UserError, nearest
 
+WIDE = 160  # columns of a log, which nobody resizes
 PARTS = ("floor", "peers", "scaling", "views", "aggregation")
 
 
@@ -33,6 +34,8 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
     torch.set_num_threads(1)
     workers = workers or available_cores()
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
     about = machine()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
     tables: list[Table] = []

@@ -25,7 +25,7 @@ from semifed.client_round import Workplace
 from semifed.models.network import Output
 from semifed.process import settle
 
-STEADY_ROUNDS = 3  # of a turn: the first one warms the processes up, the last one is tested
+STEADY_ROUNDS = 2  # of a turn: the first one warms the processes up, the last one is tested
 GOALS = {"FixMatch": 0.90, "OpenFL": 0.85, "SAGE": 0.85}
 WHERE = {
     "steps": "optimiser steps",
@@ -75,7 +75,9 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
         reached.append(
             (
                 load.name,
-                f"{images:,} images, {steps:,} steps, {found.gflop:,.0f} GFLOP",
+                images,
+                steps,
+                round(found.gflop),
                 spread(found.floor).shown(),
                 spread(whole).shown(),
                 share.shown(),
@@ -96,8 +98,8 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
         Table(
             "floor",
             f"Against the floor, {workers} one-thread processes each",
-            "one round; the floor does its optimiser steps on ready batches: the clients' evenly spread, then the server's",
-            ("workload", "a round", "floor, s", "semifed, s", "share of the floor's speed", "goal", "images/s"),
+            "one round; the floor does its steps on ready batches: the clients' evenly spread, then the server's",
+            ("workload", "images", "steps", "GFLOP", "floor, s", "semifed, s", "of its speed", "goal", "images/s"),
             reached,
             facts,
         ),

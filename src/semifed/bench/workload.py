@@ -55,7 +55,7 @@ SAGE_CNN = Workload("SAGE, CNN 16-32-64", "sage/fashion-mini", ("method=sage", *
 OPENFL_CNN = Workload(
     "OpenFL, CNN 32-64-128",
     "openfl/table1-fashion-iid",
-    ("local.epochs=1", "server.warmup_epochs=0", "evaluate.folds=0"),
+    ("server.warmup_epochs=0", "evaluate.folds=0"),
     FASHION,
     images=40_000,
 )

@@ -184,7 +184,7 @@ def class_counts(scenario: Scenario) -> dict[str, object]:
         owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         held = raw[np.concatenate([*parts, np.empty(0, np.int64)])]
         counted = np.bincount(owner * classes + held, minlength=len(parts) * classes)
-        return counted.reshape(len(parts), classes).tolist()  # type: ignore[no-any-return]
+        return counted.reshape(len(parts), classes).tolist()
 
     return {
         "classes": list(scenario.dataset.classes),
