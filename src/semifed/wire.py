@@ -6,6 +6,7 @@ is allowed where the type says so. The type is known on both sides, so only name
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -62,10 +63,16 @@ def _restore(kind: Any, arrays: Mapping[str, Tensor], path: str) -> tuple[Any, s
         raise TypeError(f"'{path}': {kind} cannot travel")
     used: set[str] = set()
     fields = {}
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in _hints(kind).items():
         fields[name], taken = _restore(hint, arrays, f"{path}/{name}" if path else name)
         used |= taken
     return kind(**fields), used
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Types of a payload's fields; looking them up takes longer than all else about a small one."""
+    return get_type_hints(kind)
 
 
 def size_in_bytes(value: object) -> int:

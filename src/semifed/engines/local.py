@@ -175,6 +175,7 @@ class _Pool:
                 self._stillborn = 0
                 if isinstance(answer, _Answer):
                     arrays = {name: view.clone() for name, view in read_buffer(worker.up, answer.layout).items()}
+                    self._hand_out(queue, layouts)  # the worker need not wait until its answer is unpacked
                     held = _unpack_held(answer.held, kept_type)
                     answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
                 elif isinstance(answer, ClientFailure):
