@@ -23,6 +23,8 @@ class Net:
         self.batchnorm = batchnorm
         set_batchnorm(self.network, "static" if batchnorm == "static" else "tracked")
         self.network.eval()
+        # Weights only ever change in place, so the names and tensors of `state_dict` need to be gathered but once.
+        self._tensors: Weights = self.network.state_dict()
         normalising = [name for name, layer in network.named_modules() if isinstance(layer, BatchNorm)]
         self._frozen = frozen_names(network)
         self._batchnorm = [name for name in self.state_names() if name.rpartition(".")[0] in normalising]
@@ -102,12 +104,11 @@ class Net:
 
     def trained(self) -> Weights:
         """A copy of the weights that training may have changed."""
-        state = self.state()
-        return {name: state[name] for name in self.trained_names()}
+        return self._weights(self.trained_names())
 
     def state_names(self) -> list[str]:
         """Names of all weights but the frozen ones."""
-        return [name for name in self.network.state_dict() if name not in self._frozen]
+        return [name for name in self._tensors if name not in self._frozen]
 
     def trained_names(self) -> list[str]:
         """Names of the weights that clients train and send: no static statistics, nothing private."""
@@ -124,23 +125,20 @@ class Net:
         """What never leaves a client: with "local" batch norm (FedBN) all of those layers."""
         if self.batchnorm != "local":
             return {}
-        state = self.network.state_dict()
-        return {name: state[name].detach().clone() for name in self._batchnorm}
+        return {name: self._tensors[name].clone() for name in self._batchnorm}
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """Take over the given weights; all names must be known, missing ones stay as they are."""
-        own = self.network.state_dict()
         for name, tensor in weights.items():
-            own[name].copy_(tensor)
+            self._tensors[name].copy_(tensor)
 
     def recalibrate(self, images: Tensor) -> None:
         """Set the batch-norm statistics to those of the given images."""
         recalibrate(self.network, images)
 
     def _weights(self, names: Iterable[str]) -> Weights:
-        own = self.network.state_dict()
-        return {name: own[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
+        return {name: self._tensors[name].clone(memory_format=torch.contiguous_format) for name in names}
 
     def _copy(self) -> Network:
         """A copy that shares what is frozen: for a large pretrained network that is nearly everything."""
