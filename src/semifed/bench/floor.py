@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from semifed.assembly import Parts, assemble
 from semifed.bench.measuring import Cell, Table, ratio, spread, take_turns
 from semifed.bench.rounds import RoundTime, run_rounds, workplace_of
 from semifed.bench.watching import Trace, Watched, watch
@@ -121,10 +122,11 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
 
     def ours() -> float:
         count = STEADY_ROUNDS + 2
-        _, *steady, last = run_rounds(load.parts(folder, f"rounds={count}", f"evaluate.every={count}"), workers).rounds
+        parts = load.parts(folder, f"rounds={count}", f"evaluate.every={count}")
+        _, *steady, _ = run_rounds(parts, workers).rounds
         middle = spread([one.whole for one in steady]).median
         rounds.append(steady)
-        test.append(last.whole - middle)
+        test.append(seconds_of_a_test(parts))
         return middle
 
     # The server's steps wait for the clients' and cannot be shared out, so they are one process's in the floor too.
@@ -141,6 +143,14 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
     with FlopCounterMode(display=False) as counter:
         replayer.replay(0)
     return Measured(watched, counter.get_total_flops() / 1e9, seconds["floor"], rounds, test)
+
+
+def seconds_of_a_test(parts: Parts) -> float:
+    """What `evaluate.every` asks for, in the server's process."""
+    net, evaluator = assemble(parts)
+    started = perf_counter()
+    evaluator.test(parts.method, net, net.state())
+    return perf_counter() - started
 
 
 class Replayer:
