@@ -1,5 +1,7 @@
 """The network as methods see it: joint passes, frozen copies, weights in and out."""
 
+import copy
+
 import pytest
 import torch
 
@@ -157,3 +159,12 @@ def test_who_records_statistics(batchnorm: str, records: bool) -> None:
     net(images(6))
     changed = {name for name, tensor in net.state().items() if not torch.equal(tensor, before[name])}
     assert changed == ({name for name in before if "running_" in name} if records else set())
+
+
+def test_a_deep_copy_loads_into_itself_alone() -> None:
+    net = small_net("tracked")
+    before, other = net.state(), copy.deepcopy(net)
+    other.load({name: tensor + 1 for name, tensor in before.items()})
+    assert equal_weights(net.state(), before)
+    assert equal_weights(other.state(), {name: tensor + 1 for name, tensor in before.items()})
+    assert not torch.equal(net(images(2)).logits, other(images(2)).logits)

@@ -24,7 +24,7 @@ class Net:
         set_batchnorm(self.network, "static" if batchnorm == "static" else "tracked")
         self.network.eval()
         # Weights only ever change in place, so the names and tensors of `state_dict` need to be gathered but once.
-        self._tensors: Weights = self.network.state_dict()
+        self._tensors: Weights = self.network.state_dict(keep_vars=True)
         normalising = [name for name, layer in network.named_modules() if isinstance(layer, BatchNorm)]
         self._frozen = frozen_names(network)
         self._batchnorm = [name for name in self.state_names() if name.rpartition(".")[0] in normalising]
@@ -125,7 +125,7 @@ class Net:
         """What never leaves a client: with "local" batch norm (FedBN) all of those layers."""
         if self.batchnorm != "local":
             return {}
-        return {name: self._tensors[name].clone() for name in self._batchnorm}
+        return {name: self._tensors[name].detach().clone() for name in self._batchnorm}
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -138,7 +138,7 @@ class Net:
         recalibrate(self.network, images)
 
     def _weights(self, names: Iterable[str]) -> Weights:
-        return {name: self._tensors[name].clone(memory_format=torch.contiguous_format) for name in names}
+        return {name: self._tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
 
     def _copy(self) -> Network:
         """A copy that shares what is frozen: for a large pretrained network that is nearly everything."""
