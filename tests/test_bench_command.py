@@ -21,6 +21,7 @@ def test_a_part_that_does_not_exist_is_named() -> None:
         command.bench(["flor"], turns=1, workers=1, file=None, plots=None)
 
 
+@pytest.mark.slow
 def test_numbers_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "bench.json"
     command.bench(["aggregation"], turns=2, workers=1, file=file, plots=tmp_path / "plots")

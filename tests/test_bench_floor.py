@@ -19,9 +19,9 @@ def tiny(load: Workload) -> Workload:
     cut = {
         "FixMatch": ("scenario.labelled_per_class=8", "local.steps=3"),
         "SAGE": ("scenario.labelled_per_class=8", "local.steps=3"),
-        "OpenFL": ("scenario.labelled_per_class=5", "server.batch=15", "model.width=[4,4,4]"),
+        "OpenFL": ("local.epochs=1", "scenario.labelled_per_class=5", "server.batch=15", "model.width=[4,4,4]"),
     }[load.name.partition(",")[0]]
-    return load._replace(overrides=(*load.overrides, *TINY, *cut), images=200)
+    return load._replace(overrides=(*load.overrides, *TINY, *cut), images=200, tests=20)
 
 
 def test_the_passes_of_fixmatch(tmp_path: Path) -> None:

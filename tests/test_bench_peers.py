@@ -33,6 +33,7 @@ TINY = Workload(
     ),
     (1, 8, 8),
     images=60,
+    tests=20,
 )
 STEPS = 2 * 2  # clients, steps
 IMAGES = STEPS * (5 + 10)

@@ -26,18 +26,19 @@ class Workload(NamedTuple):
     overrides: tuple[str, ...]
     shape: tuple[int, int, int]
     images: int = 20_000
+    tests: int = TESTS
 
     def parts(self, folder: Path, *further: str) -> Parts:
         """Data and method, ready to run; the images are written to `folder` once."""
         channels, height, width = self.shape
         path = folder / f"noise-{self.images}x{channels}x{height}x{width}.npz"
         if not path.exists():
-            write_noise(path, self.images, self.shape)
+            write_noise(path, self.images, self.shape, self.tests)
         common = (f"dataset={path}", "scenario.partition=iid", "evaluate.unseen=[]")
         return prepare_run(load_recipe(self.recipe, [*common, *self.overrides, *further]))
 
 
-def write_noise(path: Path, images: int, shape: Sequence[int], tests: int = TESTS) -> None:
+def write_noise(path: Path, images: int, shape: Sequence[int], tests: int) -> None:
     """A data set of random pixels and labels, every class equally often."""
     drawn = np.random.default_rng(0)
     x_train, x_test = (drawn.integers(0, 256, (count, *shape), dtype=np.uint8) for count in (images, tests))
