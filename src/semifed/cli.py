@@ -251,16 +251,16 @@ def list_(
 
 @app.command()
 def bench(
-    parts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PART]...", help="floor, peers, scaling, views, aggregation; default all."),
-    ] = None,
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART]...")] = None,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw how cost scales into this folder.")] = None,
     turns: Annotated[int, typer.Option(min=1, help="How often contestants take turns.")] = 3,
     workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 = one a core.")] = 0,
 ) -> None:
-    """Speed on this machine, against the floor and the peers that are installed; needs no data, takes a while."""
+    """Speed on this machine, against the floor and the peers that are installed; needs no data, takes a while.
+
+    The parts are floor, peers, scaling, views and aggregation; all of them if none is named.
+    """
     from semifed.bench.command import bench as measure
 
     measure(parts or [], turns=turns, workers=workers, file=file, plots=plots)
