@@ -6,9 +6,10 @@ from statistics import median
 import pytest
 import torch
 
+from semifed.assembly import workplace_of
 from semifed.bench.floor import Measured, Replayer, against_floor
 from semifed.bench.measuring import ratio, spread, take_turns
-from semifed.bench.rounds import RoundTime, run_rounds, workplace_of
+from semifed.bench.rounds import RoundTime, run_rounds
 from semifed.bench.watching import Pass, Watched, watch
 from semifed.bench.workload import FASHION, FIXMATCH_CNN, OPENFL_CNN, SAGE_CNN, Workload
 

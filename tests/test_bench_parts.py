@@ -1,6 +1,7 @@
 """Parts of the benchmark: that contestants do the same work, that numbers are where they belong. Never how fast."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from semifed.aggregate import weighted_mean
+from semifed.assembly import Parts
 from semifed.bench import aggregation, pillow_views, scaling, workload
 from semifed.bench.aggregation import aggregation_cost, cohort_of, extra_memory
 from semifed.bench.measuring import Table
 from semifed.bench.pillow_views import PillowViews, as_picture, as_tensor
 from semifed.bench.plots import draw
 from semifed.bench.views import NOT_INSTALLED, view_speed
-from semifed.bench.workload import FASHION, FIXMATCH_CNN
+from semifed.bench.workload import FIXMATCH_CNN
 from semifed.data import randaugment
 from semifed.data.randaugment import RandAugmentDraw
 from semifed.data.views import Views
@@ -132,9 +134,11 @@ def test_mean_needs_as_many_weights_as_models() -> None:
 def test_stacking_takes_the_cohort_a_second_time() -> None:
     shapes = ((500, 500), (500, 500))
     stacked = extra_memory("torch.stack, weighted sum", 40, shapes)
-    if stacked is None:
-        pytest.skip("this kernel does not tell peaks of memory")
     ours = extra_memory("semifed", 40, shapes)
+    if sys.platform != "linux":  # elsewhere nothing tells, and nothing is made up
+        assert stacked is ours is None
+        return
+    assert stacked is not None
     assert ours is not None
     assert stacked > 0.8 * 40 * 500 * 500 * 4  # at least one of the two tensors of all clients, side by side
     assert ours < stacked / 4
@@ -156,7 +160,7 @@ def test_aggregation_table_holds_raw_numbers(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def few_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = FIXMATCH_CNN._replace(images=2000)
+    small = FIXMATCH_CNN._replace(images=2000, tests=20)
     monkeypatch.setattr(scaling, "FIXMATCH_CNN", small)
     monkeypatch.setattr(scaling, "STEPS", 1)
 
@@ -174,10 +178,10 @@ def test_only_steady_rounds_count(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_images")
 def test_every_client_of_the_largest_federation_fills_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a step would become cheaper as clients become more."""
-    seen: list[scaling.Parts] = []
+    seen: list[Parts] = []
 
     def look(workload: workload.Workload, folder: Path, settings: tuple[str, ...]) -> scaling.Run:
-        seen.append(scaling._parts(workload, folder, settings))
+        seen.append(workload.parts(folder, *settings))
         return scaling.Run(1.0, [2.0], [1.5], 0.5, [0.1], 0.2, 10**9, None)
 
     monkeypatch.setattr(scaling, "_in_fresh_process", look)
@@ -198,8 +202,10 @@ def test_every_client_of_the_largest_federation_fills_a_batch(tmp_path: Path, mo
 def test_memory_of_workers_is_seen(tmp_path: Path) -> None:
     settings = (*scaling._few_steps(2, steady=1), "clients_per_round=2")
     run = scaling._in_fresh_process(scaling.FIXMATCH_CNN, tmp_path, settings)
-    if run.own_memory is None:
-        pytest.skip("this kernel does not tell peaks of memory")
+    if sys.platform != "linux":
+        assert run.own_memory is run.all_memory is None
+        return
+    assert run.own_memory is not None
     assert run.all_memory is not None
     assert run.all_memory > run.own_memory + 2 * 50e6  # two processes with torch in them
 
@@ -212,8 +218,7 @@ def test_operations_of_a_step_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_client_that_is_left_out_spoils_the_measurement(tmp_path: Path) -> None:
-    workload.write_noise(tmp_path / "scaling-60.npz", 60, FASHION, tests=20)
-    poor = FIXMATCH_CNN._replace(images=60)
+    poor = FIXMATCH_CNN._replace(images=60, tests=20)
     settings = (*scaling._few_steps(1, steady=1), "scenario.labelled_per_class=1", "clients_per_round=60")
     with pytest.raises(RuntimeError, match="left out"):
         scaling._run(poor, tmp_path, settings)

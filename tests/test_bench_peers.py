@@ -69,7 +69,7 @@ def test_plain_flower_does_the_work(parts: Parts, monkeypatch: pytest.MonkeyPatc
     from semifed.bench.plain_flower import flower_rounds
 
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
-    monkeypatch.setattr("semifed.engines.flower._ray", lambda workers: nullcontext())
+    monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
     assert_same_work(flower_rounds(parts, 2, workers=1), 2)
 
 

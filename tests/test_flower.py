@@ -51,7 +51,7 @@ def rounds_of(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
-    monkeypatch.setattr("semifed.engines.flower._ray", lambda workers: nullcontext())
+    monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
 
 
 SOON = ("fedavg", KEEPS_STATE, "fedmatch")  # the others take their time
@@ -306,6 +306,6 @@ def test_a_simulation_that_does_not_start_is_told(tmp_path: Path, monkeypatch: p
         raise RuntimeError("Ending simulation.") from RuntimeError("Ray timed out")
 
     monkeypatch.setattr("flwr.simulation.run_simulation", broken)
-    monkeypatch.setattr("semifed.engines.flower._ray", lambda workers: nullcontext())
+    monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
     with pytest.raises(UserError, match="Flower's simulation did not work: Ray timed out"):
         run_of(recipe_of("fedavg"), tmp_path / "out")

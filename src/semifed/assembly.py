@@ -1,7 +1,8 @@
 """What a recipe stands for: method, data, network and tests, put together before anything is written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from semifed.adversary import Attack, attackers
 from semifed.client_round import Workplace
@@ -99,6 +100,14 @@ def build_workplace(
         _attack(recipe, classes),
         privacy_of(recipe, method),
     )
+
+
+def workplace_of(parts: Parts) -> Callable[[], Workplace]:
+    """How each process of a simulation builds its own."""
+    scenario = parts.scenario
+    normalised = Normalisation(scenario.views.mean, scenario.views.std)
+    shape = tuple(scenario.dataset.x_train.shape[1:])
+    return partial(build_workplace, parts.recipe, shape, len(scenario.known), normalised)
 
 
 def _attack(recipe: Recipe, classes: int) -> Attack | None:

@@ -4,12 +4,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from semifed.assembly import Parts, assemble, build_workplace, further_heads, optimiser, privacy_of
+from semifed.assembly import Parts, assemble, further_heads, optimiser, privacy_of, workplace_of
 from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
 from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
@@ -20,7 +19,6 @@ from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
 from semifed.method import payload_types
-from semifed.models.backbones import Normalisation
 from semifed.net import Net
 from semifed.privacy import private_mean, spent
 from semifed.process import settle
@@ -47,11 +45,8 @@ def execute(
     settle()
     recipe, scenario = parts.recipe, parts.scenario
     net, evaluator = assemble(parts)
-    shape, classes = scenario.dataset.x_train.shape[1:], len(scenario.known)
     rundir = RunDirectory(out)
     rundir.open(recipe, resume=resume)
-    normalised = Normalisation(scenario.views.mean, scenario.views.std)
-    workplace = partial(build_workplace, recipe, tuple(shape), classes, normalised)
     with ExitStack() as at_the_end:
         at_the_end.callback(rundir.close)
         at_the_end.callback(reporter.ended)
@@ -64,7 +59,7 @@ def execute(
                 return rounds(engine)
             if recipe.engine.name == "flower":
                 return _simulated(parts, rounds, rundir)
-            engine = LocalEngine(workplace, scenario, recipe.engine.workers, recipe.engine.timeout)
+            engine = LocalEngine(workplace_of(parts), scenario, recipe.engine.workers, recipe.engine.timeout)
             at_the_end.callback(engine.close)
             return rounds(engine)
         except Diverged as error:  # a client that diverges is left out; without the server there is no round

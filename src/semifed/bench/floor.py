@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from semifed.assembly import Parts, assemble
+from semifed.assembly import Parts, assemble, workplace_of
 from semifed.bench.measuring import Cell, Table, ratio, spread, take_turns
-from semifed.bench.rounds import RoundTime, run_rounds, workplace_of
+from semifed.bench.rounds import RoundTime, run_rounds
 from semifed.bench.watching import Trace, Watched, watch
 from semifed.bench.workload import AGAINST_FLOOR, TESTS, Workload
 from semifed.client_round import Workplace

@@ -70,8 +70,8 @@ def flower_rounds(parts: Parts, steady: int, workers: int) -> Lap:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     clients = client_app(parts.recipe.to_toml())
-    with flower._ray(workers):
-        flower._simulated(simulation.run_simulation, app, clients, parts.recipe.scenario.clients, backend)
+    with flower.ray_started(workers):
+        flower.run_simulated(simulation.run_simulation, app, clients, parts.recipe.scenario.clients, backend)
     if failures:
         raise failures[0]
     if not laps:

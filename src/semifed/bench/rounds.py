@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -10,12 +9,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from semifed.assembly import Parts, build_workplace
+from semifed.assembly import Parts, workplace_of
 from semifed.client_round import Held, Reply
 from semifed.engines import Engine
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure
-from semifed.models.backbones import Normalisation
 from semifed.progress import Silent
 from semifed.run import execute
 
@@ -86,14 +84,6 @@ class TimedEngine:
     def close(self) -> None:
         """Passed on."""
         self._engine.close()
-
-
-def workplace_of(parts: Parts) -> Callable[[], Any]:
-    """How each process builds what it needs to act as a client."""
-    scenario = parts.scenario
-    shape = tuple(scenario.dataset.x_train.shape[1:])
-    normalised = Normalisation(scenario.views.mean, scenario.views.std)
-    return partial(build_workplace, parts.recipe, shape, len(scenario.known), normalised)
 
 
 def run_rounds(parts: Parts, workers: int, timed: Callable[[Engine], TimedEngine] = TimedEngine) -> Run:

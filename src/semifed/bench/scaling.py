@@ -18,22 +18,23 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from semifed.assembly import Parts, prepare_run
+from semifed.assembly import workplace_of
 from semifed.bench.aggregation import peak_memory, peak_memory_below
 from semifed.bench.measuring import Cell, Spread, Table, ratio, spread, take_turns
-from semifed.bench.rounds import workplace_of
-from semifed.bench.workload import FIXMATCH_CNN, Workload, write_noise
+from semifed.bench.rounds import Clock
+from semifed.bench.workload import FIXMATCH_CNN as WHOLE
+from semifed.bench.workload import Workload
 from semifed.client_round import Reply
 from semifed.engines.local import LocalEngine, available_cores
 from semifed.errors import ClientFailure
 from semifed.progress import Silent
-from semifed.recipe_file import load_recipe
 from semifed.run import execute
 
 STEADY_ROUNDS = 3
 MANY_STEADY_ROUNDS = 12  # where a round is short
 FEW_TESTS = 100
 STEPS = 4
+FIXMATCH_CNN = WHOLE._replace(tests=FEW_TESTS)  # no steady round is tested: tests would take longer than all rounds
 BATCH = 32  # unlabelled images of a step
 CLIENTS = (100, 1_000, 10_000, 100_000)
 PARTICIPANTS = (5, 10, 20, 40)
@@ -88,7 +89,7 @@ def against_clients(folder: Path, turns: int, workers: int, clients: Sequence[in
         "local.unlabelled_ratio=2",
         *_few_steps(workers, MANY_STEADY_ROUNDS),
     )
-    _images(workload, folder)
+    workload.parts(folder)  # written once, before anybody is on the clock
     runs = _runs(
         {
             count: partial(_in_fresh_process, workload, folder, (*common, f"scenario.clients={count}"))
@@ -280,39 +281,25 @@ def _runs(contestants: Mapping[Any, Callable[[], Run]], turns: int) -> dict[Any,
     return runs
 
 
-def _images(workload: Workload, folder: Path) -> Path:
-    """Images of noise with few tests, which no steady round has: testing would take longer than all rounds."""
-    path = folder / f"scaling-{workload.images}.npz"
-    if not path.exists():
-        write_noise(path, workload.images, workload.shape, tests=FEW_TESTS)
-    return path
-
-
-def _parts(workload: Workload, folder: Path, settings: Sequence[str]) -> Parts:
-    common = (f"dataset={_images(workload, folder)}", "scenario.partition=iid", "evaluate.unseen=[]")
-    return prepare_run(load_recipe(workload.recipe, [*common, *workload.overrides, *settings]))
-
-
-class _Clock(Silent):
-    """Notes when rounds end, and how much memory was used while the workers were still there."""
+class _Clock(Clock):
+    """Notes processor time too, and how much memory was used while the workers were still there."""
 
     def __init__(self, rounds: int) -> None:
-        super().__init__(Console(stderr=True))
+        super().__init__()
         self._rounds = rounds
-        self.began = self.began_cpu = 0.0
-        self.ends: list[float] = []
-        self.ends_cpu: list[float] = []
+        self.marks_cpu: list[float] = []
         self.records: list[float] = []
         self.workers_memory: int | None = None
 
     def started(self, first: int, rounds: int) -> None:
         """The first round begins."""
-        self.began, self.began_cpu = perf_counter(), process_time()
+        super().started(first, rounds)
+        self.marks_cpu.append(process_time())
 
     def finished_round(self, record: Mapping[str, Any]) -> None:
         """One more."""
-        self.ends.append(perf_counter())
-        self.ends_cpu.append(process_time())
+        super().finished_round(record)
+        self.marks_cpu.append(process_time())
         self.records.append(record["seconds"])
         if record["failures"]:
             raise RuntimeError(f"clients that should train were left out: {record['failures']}")
@@ -322,7 +309,7 @@ class _Clock(Silent):
 
 def _run(workload: Workload, folder: Path, settings: Sequence[str]) -> Run:
     started, started_cpu = perf_counter(), process_time()
-    parts = _parts(workload, folder, settings)
+    parts = workload.parts(folder, *settings)
     clock = _Clock(parts.recipe.rounds)
     with tempfile.TemporaryDirectory() as place:
         execute(parts, Path(place) / "run", clock)
@@ -330,20 +317,20 @@ def _run(workload: Workload, folder: Path, settings: Sequence[str]) -> Run:
     own = peak_memory()
     whole = None if own is None or clock.workers_memory is None else own + clock.workers_memory
     return Run(
-        start=clock.began - started,
-        rounds=_steady(clock.ends),
+        start=clock.marks[0] - started,
+        rounds=_steady(clock.marks),
         trained=clock.records[1:-1],
-        end=ended - clock.ends[-1],
-        server_cpu=_steady(clock.ends_cpu),
-        start_cpu=clock.began_cpu - started_cpu,
+        end=ended - clock.marks[-1],
+        server_cpu=_steady(clock.marks_cpu),
+        start_cpu=clock.marks_cpu[0] - started_cpu,
         own_memory=own,
         all_memory=whole,
     )
 
 
-def _steady(ends: Sequence[float]) -> list[float]:
+def _steady(marks: Sequence[float]) -> list[float]:
     """Lengths of all rounds but the first and the last."""
-    return [end - begin for begin, end in pairwise(ends[:-1])]
+    return [end - begin for begin, end in pairwise(marks[1:-1])]
 
 
 def _in_fresh_process(workload: Workload, folder: Path, settings: Sequence[str]) -> Run:
@@ -373,7 +360,7 @@ class _CountingEngine(LocalEngine):
 
 
 def _step_cost(folder: Path, setting: str) -> _StepCost:
-    parts = _parts(FIXMATCH_CNN, folder, (*_few_steps(1), "rounds=1", "clients_per_round=1", setting))
+    parts = FIXMATCH_CNN.parts(folder, *_few_steps(1), "rounds=1", "clients_per_round=1", setting)
     workplace = workplace_of(parts)
     engine = _CountingEngine(workplace, parts.scenario, 1)
     with tempfile.TemporaryDirectory() as place:

@@ -31,7 +31,7 @@ class Workload(NamedTuple):
     def parts(self, folder: Path, *further: str) -> Parts:
         """Data and method, ready to run; the images are written to `folder` once."""
         channels, height, width = self.shape
-        path = folder / f"noise-{self.images}x{channels}x{height}x{width}.npz"
+        path = folder / f"noise-{self.images}-{self.tests}x{channels}x{height}x{width}.npz"
         if not path.exists():
             write_noise(path, self.images, self.shape, self.tests)
         common = (f"dataset={path}", "scenario.partition=iid", "evaluate.unseen=[]")

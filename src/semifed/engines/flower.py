@@ -271,8 +271,8 @@ def simulate(
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.getLogger("flwr").setLevel(logging.ERROR)  # our own lines tell how far a run is
     backend: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    with _ray(workers):
-        _simulated(simulation.run_simulation, app, simulated_client(str(store)), clients, backend)
+    with ray_started(workers):
+        run_simulated(simulation.run_simulation, app, simulated_client(str(store)), clients, backend)
     if failure:
         raise failure[0]
     if not outcome:
@@ -281,7 +281,7 @@ def simulate(
 
 
 @contextmanager
-def _ray(workers: int) -> Iterator[None]:
+def ray_started(workers: int) -> Iterator[None]:
     """Ray with so many workers, ended afterwards. Flower would start it itself, once, and Ray gives up after 30 s."""
     import ray
 
@@ -306,7 +306,8 @@ def _ray(workers: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def _simulated(run: Callable[..., None], app: ServerApp, client: ClientApp, clients: int, backend: Any) -> None:
+def run_simulated(run: Callable[..., None], app: ServerApp, client: ClientApp, clients: int, backend: Any) -> None:
+    """Flower's simulation of a server app and its clients, on the Ray that was started."""
     try:
         run(app, client, clients, backend_config=backend)
     except RuntimeError as error:
