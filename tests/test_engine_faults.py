@@ -19,14 +19,13 @@ from rich.console import Console
 
 from command import assert_same_weights, surroundings, tiny_tables
 from semifed import run
-from semifed.assembly import build_workplace, prepare_run
+from semifed.assembly import Parts, build_workplace, prepare_run, workplace_of
 from semifed.client_round import Reply, Workplace
 from semifed.data.client import ClientData
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.fit import Fitted
 from semifed.methods.fedfixmatch import FedFixMatch, Labels
-from semifed.models.backbones import Normalisation
 from semifed.net import Net
 from semifed.payloads import Down, Local, Nothing, Up, Visit
 from semifed.progress import Silent
@@ -104,11 +103,8 @@ LIES = {
 }
 
 
-def faulty_workplace(
-    faults: dict[str, Any], recipe: Recipe, shape: Sequence[int], classes: int, normalised: Normalisation
-) -> Workplace:
-    place = build_workplace(recipe, shape, classes, normalised)
-    return place._replace(method=Faulty(threshold=0.1, **faults))
+def faulty_workplace(faults: dict[str, Any], parts: Parts) -> Workplace:
+    return workplace_of(parts)()._replace(method=Faulty(threshold=0.1, **faults))
 
 
 def unable_workplace(how: str) -> Workplace:
@@ -149,7 +145,7 @@ def disturbed(
     faults = {"image": image, "fault": fault, "times": times, "marks": str(marks)}
     heard = Heard()
     with monkeypatch.context() as patch:
-        patch.setattr(run, "build_workplace", partial(faulty_workplace, faults))
+        patch.setattr(run, "workplace_of", partial(partial, faulty_workplace, faults))
         execute(parts, out, heard, resume=resume)
     return client, RunDirectory(out).rounds(), heard.warnings
 
@@ -296,7 +292,10 @@ def test_workers_amid_a_long_client_die_with_their_parent(tmp_path: Path) -> Non
         "if __name__ == '__main__':\n"
         "    marks = Path('run-marks')\n"
         "    def when_struck():\n"
-        "        tell() if marks.exists() and any(marks.iterdir()) else Timer(0.1, when_struck).start()\n"
+        "        if marks.exists() and any(marks.iterdir()): return tell()\n"
+        "        timer = Timer(0.1, when_struck)\n"
+        "        timer.daemon = True\n"
+        "        timer.start()\n"
         "    when_struck()\n"
         "    disturbed(pytest.MonkeyPatch(), Path('run').absolute(), tiny(2), 'hang', 1)\n"
     )
@@ -304,9 +303,11 @@ def test_workers_amid_a_long_client_die_with_their_parent(tmp_path: Path) -> Non
         [sys.executable, str(program)], cwd=tmp_path, env=surroundings(), stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
-        workers = [int(word) for word in parent.stdout.readline().split()]
+        try:
+            workers = [int(word) for word in parent.stdout.readline().split()]
+        finally:
+            parent.kill()
         assert len(workers) == 2
-        parent.kill()
         end = time.monotonic() + 60
         while any(Path(f"/proc/{worker}").exists() for worker in workers):
             assert time.monotonic() < end
