@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from semifed.adversary import Attack, attackers
 from semifed.client_round import Workplace
 from semifed.data.client import Budget
@@ -72,7 +74,7 @@ def build_net(
         normalised=normalised,
         generator=torch_stream(recipe.seed, "initial weights"),
     )
-    return Net(network, recipe.batchnorm)
+    return Net(network, recipe.batchnorm, torch.device(recipe.engine.device))
 
 
 def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
@@ -130,6 +132,8 @@ def privacy_of(recipe: Recipe, method: AnyMethod) -> Privacy | None:
 def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
     recipe, scenario = parts.recipe, parts.scenario
+    if recipe.engine.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("engine.device: PyTorch finds no GPU here; use 'cpu', or install PyTorch's build for your GPU")
     images = scenario.dataset.x_train
     tests = recipe.evaluate
     evaluator = Evaluator(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semifed.data.client import Batch, Budget, ClientData, Samples, batches, epoch_length, step_count
-from semifed.net import Net
+from semifed.net import HOME, Net
 from semifed.pseudo import PseudoLabels, ever_used
 from semifed.rng import Key
 from semifed.wire import Weights
@@ -89,8 +89,8 @@ def fit(
 
     Networks `beside` it are trained by the same loss, each with its own gradient, clipping and momentum.
     """
-    parameters = net.named_parameters()
-    learners = [list(each.named_parameters().values()) for each in (net, *beside)]
+    parameters = net.learners()
+    learners = [list(each.learners().values()) for each in (net, *beside)]
     sgd = torch.optim.SGD(
         list(chain(*learners)),
         lr=optimiser.lr,
@@ -100,7 +100,7 @@ def fit(
         foreach=True,
     )
     for name, buffer in (momentum or {}).items():
-        sgd.state[parameters[name]]["momentum_buffer"] = buffer.clone()
+        sgd.state[parameters[name]]["momentum_buffer"] = buffer.to(net.device, copy=True)
     step_count = steps_taken = image_count = 0
     terms: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
@@ -143,7 +143,7 @@ def fit(
         sums,
         pseudo,
         {
-            name: sgd.state[parameter]["momentum_buffer"]
+            name: sgd.state[parameter]["momentum_buffer"].to(HOME)
             for name, parameter in parameters.items()
             if sgd.state[parameter].get("momentum_buffer") is not None
         },

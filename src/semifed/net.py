@@ -1,4 +1,8 @@
-"""A network as a method sees it: call it on images, ask for a frozen copy, read or load its weights."""
+"""A network as a method sees it: call it on images, ask for a frozen copy, read or load its weights.
+
+A network may live on another device. Only this module knows: images travel there, what it says of them comes back, with
+its gradient, and so do weights that are read. What methods compute of it are a few numbers an image.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -12,15 +16,17 @@ from semifed.models.network import Network, Output
 from semifed.models.stem_cache import StemCache
 from semifed.wire import Weights
 
+HOME = torch.device("cpu")  # where methods compute
 STEM_BYTES = 2**29  # of frozen maps that a process keeps; images beyond are computed again
 
 
 class Net:
     """One network with its weights; in evaluation mode everywhere but inside the training loop."""
 
-    def __init__(self, network: Network, batchnorm: str) -> None:
-        self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    def __init__(self, network: Network, batchnorm: str, device: torch.device = HOME) -> None:
+        self.network = network.to(memory_format=torch.channels_last).to(device)  # type: ignore[call-overload]
         self.batchnorm = batchnorm
+        self.device = device
         set_batchnorm(self.network, "static" if batchnorm == "static" else "tracked")
         self.network.eval()
         # Weights only ever change in place, so the names and tensors of `state_dict` need to be gathered but once.
@@ -33,18 +39,16 @@ class Net:
 
     def __call__(self, images: Tensor) -> Output:
         """Logits, features and further heads of a batch of normalised images."""
-        output: Output = self.network(images)
-        return output
+        return _home(self.network(images.to(self.device)))
 
     def stem(self, images: Tensor) -> Tensor:
         """What training never changes about a batch of normalised images: it may be kept from round to round."""
-        maps: Tensor = self.network.stem(images)
-        return maps
+        maps: Tensor = self.network.stem(images.to(self.device))
+        return maps.to(HOME)
 
     def after_stem(self, maps: Tensor) -> Output:
         """What the network says of images, given their stem."""
-        output: Output = self.network.after_stem(maps)
-        return output
+        return _home(self.network.after_stem(maps.to(self.device)))
 
     def joint(self, *groups: Tensor) -> list[Output]:
         """One forward pass over several groups of images, which so share their batch-norm statistics."""
@@ -58,14 +62,18 @@ class Net:
 
     def head(self, name: str, features: Tensor) -> Tensor:
         """One further head on given features, such as detached ones."""
-        output: Tensor = self.network.heads[name](features)
-        return output
+        output: Tensor = self.network.heads[name](features.to(self.device))
+        return output.to(HOME)
+
+    def classify(self, features: Tensor) -> Tensor:
+        """The classifier alone, on given features."""
+        logits: Tensor = self.network.classifier(features.to(self.device))
+        return logits.to(HOME)
 
     def shifted(self, offsets: Mapping[str, Tensor], images: Tensor) -> Output:
         """What the network would say with its parameters moved by constant offsets; gradients reach the parameters."""
-        moved = {name: self.network.get_parameter(name) + offset for name, offset in offsets.items()}
-        output: Output = functional_call(self.network, moved, (images,))
-        return output
+        moved = {name: self.network.get_parameter(name) + part for name, part in self._there(offsets).items()}
+        return _home(functional_call(self.network, moved, (images.to(self.device),)))
 
     def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
         """What the network would say with other weights; gradients reach these, and nothing of its own changes.
@@ -73,12 +81,12 @@ class Net:
         Weights that are not named are its own. While training, batch-norm statistics track in the given buffers.
         """
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
-        output: Output = functional_call(self.network, {**buffers, **weights}, (images,))
-        return output
+        given = {**buffers, **self._there(weights)}
+        return _home(functional_call(self.network, given, (images.to(self.device),)))
 
     def twin(self) -> "Net":
         """A second network of the same shape and weights, to be trained beside this one."""
-        return Net(self._copy(), self.batchnorm)
+        return Net(self._copy(), self.batchnorm, self.device)
 
     @property
     def class_rows(self) -> str:
@@ -88,11 +96,26 @@ class Net:
 
     def frozen(self) -> "FrozenNet":
         """A copy of the network as it is now, in evaluation mode and without gradients: a teacher."""
-        return FrozenNet(self._copy())
+        return FrozenNet(self._copy(), self.device)
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimiser moves, by name."""
+    def learners(self) -> dict[str, nn.Parameter]:
+        """What the optimiser moves, by name, where the network is."""
         return {name: one for name, one in self.network.named_parameters() if name not in self._frozen}
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """What training moves, for a loss to compare: gradients reach the network."""
+        return {name: one.to(HOME) for name, one in self.learners().items()}
+
+    def parameter(self, name: str) -> Tensor:
+        """One of them."""
+        found: Tensor = self.network.get_parameter(name)
+        return found.to(HOME)
+
+    def gradient(self, value: Tensor) -> Weights:
+        """The gradient of a value by each parameter it depends on; the value can still be differentiated."""
+        learners = self.learners()
+        slopes = torch.autograd.grad(value, list(learners.values()), retain_graph=True, allow_unused=True)
+        return {name: slope.to(HOME) for name, slope in zip(learners, slopes, strict=True) if slope is not None}
 
     def state(self) -> Weights:
         """A copy of all weights but the frozen ones, batch-norm statistics included."""
@@ -125,7 +148,7 @@ class Net:
         """What never leaves a client: with "local" batch norm (FedBN) all of those layers."""
         if self.batchnorm != "local":
             return {}
-        return {name: self._tensors[name].detach().clone() for name in self._batchnorm}
+        return self._weights(self._batchnorm)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -135,10 +158,15 @@ class Net:
 
     def recalibrate(self, images: Tensor) -> None:
         """Set the batch-norm statistics to those of the given images."""
-        recalibrate(self.network, images)
+        recalibrate(self.network, images.to(self.device))
 
     def _weights(self, names: Iterable[str]) -> Weights:
-        return {name: self._tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
+        # Weights travel and are compared row by row, whatever layout the network computes in.
+        rows = torch.contiguous_format
+        return {name: self._tensors[name].detach().to(HOME, copy=True, memory_format=rows) for name in names}
+
+    def _there(self, weights: Mapping[str, Tensor]) -> Weights:
+        return {name: tensor.to(self.device) for name, tensor in weights.items()}
 
     def _copy(self) -> Network:
         """A copy that shares what is frozen: for a large pretrained network that is nearly everything."""
@@ -150,17 +178,22 @@ class Net:
 class FrozenNet:
     """A network that only answers."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, device: torch.device = HOME) -> None:
         self._network = network.eval().requires_grad_(False)
+        self._device = device
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Output:
         """Outputs in evaluation mode, no gradient."""
-        output: Output = self._network(images)
-        return output
+        return _home(self._network(images.to(self._device)))
 
     @torch.no_grad()
     def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
         """What it would answer with other weights."""
-        output: Output = functional_call(self._network, dict(weights), (images,))
-        return output
+        given = {name: tensor.to(self._device) for name, tensor in weights.items()}
+        return _home(functional_call(self._network, given, (images.to(self._device),)))
+
+
+def _home(output: Output) -> Output:
+    heads = {name: said.to(HOME) for name, said in output.heads.items()}
+    return Output(output.logits.to(HOME), output.features.to(HOME), heads)

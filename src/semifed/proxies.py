@@ -169,7 +169,7 @@ def contrast(net: Net, views: Sequence[Output], rows: Rows, pool: Pool) -> Tenso
     has a negative. Features and classifier rows meet as they are, or through the heads made for it if there are any.
     """
     features = torch.cat([view.heads.get(EMBEDDING, view.features) for view in views])
-    proxies: Tensor = net.named_parameters()[net.class_rows]
+    proxies = net.parameter(net.class_rows)
     if PROXY_EMBEDDING in net.network.heads:
         proxies = net.head(PROXY_EMBEDDING, proxies)
     known, sets = (category_sets(part.probabilities, part.sure, pool.prior, pool.categories) for part in rows[:2])
@@ -202,7 +202,7 @@ def updated_prior(prior: Tensor, claims: Sequence[Tensor], rule: Literal["ema", 
 
 def class_count(net: Net, *, compared: bool) -> int:
     """How many classes a network has; where features are compared with its classifier's rows, that must be possible."""
-    rows = net.named_parameters()[net.class_rows].detach()
+    rows = net.parameter(net.class_rows).detach()
     if compared and net.class_rows != "classifier.weight":
         raise UserError("model.head: proxies are the rows of a linear classifier on the features; use 'linear'")
     if EMBEDDING in net.network.heads:

@@ -204,8 +204,20 @@ class EngineTable(Table):
 
     name: Literal["local", "flower"] = "local"
     workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     timeout: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_process_on_a_gpu(self) -> "EngineTable":
+        if self.device == "cpu":
+            return self
+        if self.name != "local":
+            raise ValueError(f"device: the engine {self.name} runs on the processor; use engine.name=local")
+        if self.workers > 1:
+            raise ValueError(f"workers: one process has the GPU to itself, not {self.workers}; use 1, or leave it out")
+        if self.timeout is not None:
+            raise ValueError("timeout: only worker processes can be stopped, and there is none beside a GPU")
+        return self
 
 
 class Recipe(Table):

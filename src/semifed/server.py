@@ -30,7 +30,7 @@ class ServerSite:
         seed: int,
     ) -> None:
         self.net = net
-        self.labelled = labelled
+        self.labelled = None if labelled is None else labelled.on(net.device)
         self.round = 0
         self.rounds = rounds
         self.lr = optimiser.lr

@@ -170,7 +170,7 @@ class Replayer:
         """All steps of a phase."""
         self._net.network.train()
         options = self._optimiser
-        parameters = list(self._net.named_parameters().values())
+        parameters = list(self._net.learners().values())
         sgd = torch.optim.SGD(
             parameters,
             options.lr,

@@ -26,6 +26,10 @@ class ClientData(NamedTuple):
     views: Views  # how networks see the images
     classes: Tensor | None = None  # int64 [unlabelled], true ones, novel classes after the known; for oracles alone
 
+    def on(self, device: torch.device) -> "ClientData":
+        """The same with the images on that device, where views of them are then drawn."""
+        return self._replace(images=self.images.to(device))
+
     @property
     def image_count(self) -> int:
         """Distinct images held: SAGE's protocol lists labelled images among the unlabelled ones too."""

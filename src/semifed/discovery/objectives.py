@@ -93,7 +93,7 @@ def then_classify(fitted: Fitted, net: Net, data: ClientData, course: Course) ->
     features = data.labelled_outputs(net).features
 
     def step(net: Net, batch: Batch, features: Tensor) -> Loss:
-        logits = net.network.classifier(features[batch.labelled.position])
+        logits = net.classify(features[batch.labelled.position])
         value = mean(cross_entropy(logits, batch.labelled.labels))
         return Loss(value, {"classifier": value})
 

@@ -30,6 +30,7 @@ from semifed.errors import ClientFailure
 from semifed.fit import Diverged
 from semifed.method import payload_types
 from semifed.methods import AnyMethod
+from semifed.net import HOME
 from semifed.process import settle
 from semifed.pseudo import PseudoLabels
 from semifed.wire import from_arrays, to_arrays
@@ -47,9 +48,11 @@ class LocalEngine:
     ) -> None:
         self.left: dict[int, int] = {}
         self._held: dict[int, Held] = {}
-        self.workers = workers or available_cores()
         self._scenario = scenario
         self._place = build()
+        device = self._place.net.device
+        self.workers = workers or (available_cores() if device == HOME else 1)
+        self._images = scenario.dataset.x_train.to(device)  # on a GPU they stay there, and views are drawn there
         self._pool: _Pool | None = None
         if self.workers > 1 or timeout is not None:  # only another process can be stopped when it takes too long
             self._pool = _Pool(build, scenario.dataset.x_train, self.workers, timeout)
@@ -61,7 +64,7 @@ class LocalEngine:
         answers: dict[int, Reply | ClientFailure] = {}
         jobs: list[tuple[Task, ClientData]] = []
         for client in clients:
-            data = self._scenario.client(client)
+            data = self._scenario.client(client)._replace(images=self._images)
             if reason := too_few_images(data):
                 answers[client] = ClientFailure(client, reason)
             else:

@@ -80,12 +80,8 @@ class FL2(Method[Moving, Down, Reply, Kept]):
         consistency = mean(each)
         sharpness = torch.zeros(())  # stays 0 without a high-confidence image: there is no direction to move in
         if sure.any():
-            weights = net.named_parameters()
-            slopes = torch.autograd.grad(
-                masked_mean(each, sure), list(weights.values()), retain_graph=True, allow_unused=True
-            )
-            gradient = {name: slope for name, slope in zip(weights, slopes, strict=True) if slope is not None}
-            offsets = asam_offsets(weights, gradient, self.radius, self.floor)
+            gradient = net.gradient(masked_mean(each, sure))
+            offsets = asam_offsets(net.named_parameters(), gradient, self.radius, self.floor)
             moved = net.shifted(offsets, batch.unlabelled.strong).logits
             sharpness = masked_mean(kl_divergence(logits.detach().softmax(dim=1), moved), sure)
         return together(own, Loss(consistency + sharpness, {"consistency": consistency, "sharpness": sharpness}))
