@@ -25,7 +25,7 @@ from semifed.client_round import ClientRecord, Held, Reply, Task, Workplace, cli
 from semifed.data.client import ClientData
 from semifed.data.scenario import Scenario
 from semifed.data.views import Views
-from semifed.engines.shared_memory import Layout, SharedBuffer, read_buffer
+from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, read_buffer
 from semifed.errors import ClientFailure
 from semifed.fit import Diverged
 from semifed.method import payload_types
@@ -72,8 +72,11 @@ class LocalEngine:
         if self._pool is not None:
             answers |= self._pool.run(jobs, down, own or {}, self._place.method)
         else:
+            spool = Spool()
             for task, data in jobs:
-                answers[task.client] = _attempt(self._place, task, (own or {}).get(task.client, down), data)
+                answer = _attempt(self._place, task, (own or {}).get(task.client, down), data)
+                kept = answer._replace(up=spool.keep(answer.up)) if isinstance(answer, Reply) else answer
+                answers[task.client] = kept
         return [answers[client] for client in clients]
 
     def accept(self, round_: int, replies: Sequence[Reply]) -> None:
@@ -167,6 +170,7 @@ class _Pool:
                 worker.has_down = False
         queue = deque(sorted(jobs, key=lambda job: (-len(job[1].unlabelled) - len(job[1].labelled), job[0].client)))
         deaths: Counter[int] = Counter()
+        spool = Spool()
         answers: dict[int, Reply | ClientFailure] = {}
         while len(answers) < len(jobs):
             self._hand_out(queue, layouts)
@@ -180,7 +184,8 @@ class _Pool:
                     arrays = {name: view.clone() for name, view in read_buffer(worker.up, answer.layout).items()}
                     self._hand_out(queue, layouts)  # the worker need not wait until its answer is unpacked
                     held = _unpack_held(answer.held, kept_type)
-                    answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
+                    up: Any = spool.keep(from_arrays(up_type, arrays))
+                    answers[task.client] = Reply(up, held, _unpack_record(answer.record))
                 elif isinstance(answer, ClientFailure):
                     answers[task.client] = answer
                 elif worker.process.is_alive():

@@ -1,18 +1,42 @@
-"""Payloads in memory that processes share: packed once, read in place."""
+"""Payloads packed once and read in place: in memory that processes share, or in files where memory would not do."""
 
+import os
+from collections.abc import Callable
 from itertools import chain
+from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from semifed.wire import from_arrays, to_arrays
+
+ROOM = 2**30  # bytes of a round's replies that stay in memory
+T = TypeVar("T")
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
 
 
-class SharedBuffer:
-    """Named arrays packed one after the other in one shared tensor, which grows when it must."""
+def _shared(size: int) -> Tensor:
+    memory: Tensor = torch.empty(size, dtype=torch.uint8).share_memory_()
+    return memory
 
-    def __init__(self) -> None:
+
+def _in_a_file(size: int) -> Tensor:
+    """Memory that the system can write out: a file without a name, gone when nobody holds the tensor any more."""
+    try:
+        with NamedTemporaryFile(prefix="semifed-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full says so here, not amid a write
+            return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+    except OSError:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+class SharedBuffer:
+    """Named arrays packed one after the other in one tensor of bytes, which is replaced when it is too small."""
+
+    def __init__(self, allocate: Callable[[int], Tensor] = _shared) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._allocate = allocate
 
     def write(self, *payloads: dict[str, Tensor]) -> tuple[list[Layout], bool]:
         """Pack payloads, what they share once; says where all of it is, and whether the buffer is a new one."""
@@ -24,7 +48,7 @@ class SharedBuffer:
                 end += -(-array.numel() * array.element_size() // 64) * 64
         fresh = end > len(self.memory)
         if fresh:
-            self.memory = torch.empty(end, dtype=torch.uint8).share_memory_()
+            self.memory = self._allocate(end)
         layouts = [[(name, a.dtype, tuple(a.shape), start[id(a)]) for name, a in part.items()] for part in payloads]
         for layout, payload in zip(layouts, payloads, strict=True):
             for place, array in zip(read_buffer(self.memory, layout).values(), payload.values(), strict=True):
@@ -42,3 +66,20 @@ def read_buffer(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
             count *= side
         arrays[name] = memory[start : start + count * dtype.itemsize].view(dtype).view(shape)
     return arrays
+
+
+class Spool:
+    """The replies of one round: a gigabyte of them in memory, the others in files, so that cohorts may be large."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        self._room = room
+
+    def keep(self, reply: T) -> T:
+        """The same payload, wherever it lies now."""
+        arrays = to_arrays(reply)
+        self._room -= sum(array.nbytes for array in arrays.values())
+        if self._room >= 0:
+            return reply
+        buffer = SharedBuffer(_in_a_file)
+        (layout,), _ = buffer.write(arrays)
+        return from_arrays(type(reply), read_buffer(buffer.memory, layout))
