@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 
 from semifed.client_round import Held
@@ -17,6 +19,8 @@ from semifed.durable import packed, write_atomically
 from semifed.errors import UserError
 from semifed.held import HeldStore
 from semifed.wire import from_arrays, to_arrays
+
+_LEFT = "/left"  # clients and rounds [2, n]; no part of a payload has such a name
 
 
 class Finished(NamedTuple):
@@ -51,8 +55,10 @@ class Checkpoint:
         """
         for client, held in changed.items():
             self.store.save(client, round_, held)
-        text = {"round": str(round_), "record": json.dumps(record), "left": json.dumps(left)}
-        write_atomically(self._file(round_), packed(to_arrays(server), text))
+        text = {"round": str(round_), "record": json.dumps(record)}
+        # Numbers, not text: a hundred thousand clients may have taken part.
+        columns = [torch.from_numpy(np.fromiter(side, np.int64, len(left))) for side in (left, left.values())]
+        write_atomically(self._file(round_), packed(to_arrays(server) | {_LEFT: torch.stack(columns)}, text))
         for path in self.directory.glob("round-*.safetensors*"):
             if path != self._file(round_):
                 path.unlink()
@@ -71,8 +77,8 @@ class Checkpoint:
             with safe_open(path, "pt") as opened:
                 metadata = opened.metadata()
                 record = json.loads(metadata["record"])
-                left = {int(client): round_ for client, round_ in json.loads(metadata["left"]).items()}
                 arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            left = dict(zip(*arrays.pop(_LEFT).tolist(), strict=True))
             server: Any = from_arrays(server_type, arrays)
             held = {}
             for client, round_ in left.items():
