@@ -11,11 +11,12 @@ _LARGEST = 2**25  # bytes of one block that stays; larger ones, such as data set
 
 
 def settle() -> None:
-    """One thread, and memory that is freed stays with the process.
+    """One thread, memory that is freed stays with the process, and a GPU that repeats itself.
 
     Two threads are no faster than one on small networks, and many times slower beside other processes.
     """
     torch.set_num_threads(1)
+    torch.backends.cudnn.deterministic = True
     keep_freed_memory()
 
 

@@ -200,7 +200,7 @@ class PrivacyTable(Table):
 
 
 class EngineTable(Table):
-    """Where clients run: decides the speed, never the numbers."""
+    """Where clients run: decides the speed, never the numbers, but for the last digits on a GPU."""
 
     name: Literal["local", "flower"] = "local"
     workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0

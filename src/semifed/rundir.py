@@ -220,7 +220,7 @@ def finite(value: Any) -> Any:
 
 
 def _refuse_change(stored: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """A resumed run must be the same run; only the engine, which cannot change a number, may differ."""
+    """A resumed run must be the same run; only the engine, which decides no number, may differ."""
     old, new = _flat(stored), _flat(wanted)
     for key in sorted(set(old) | set(new)):
         if not key.startswith("engine.") and old.get(key) != new.get(key):
