@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from semifed import run
 from semifed.assembly import Parts, build_workplace, prepare_run, workplace_of
 from semifed.client_round import Reply, Workplace
 from semifed.data.client import ClientData
+from semifed.engines import local
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.fit import Fitted
@@ -162,11 +163,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(params=["two workers", "one with its next client waiting"])
+def pooled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    """Recipes whose clients run in worker processes."""
+    if request.param == "two workers":
+        return partial(tiny, 2)
+    monkeypatch.setattr(local, "AHEAD", 0)
+    return partial(tiny, 1, engine={"timeout": 60.0})
+
+
 @pytest.mark.parametrize("fault", ["exit", "kill"])
 def test_a_client_whose_worker_dies_once_is_redone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Path, fault: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Path, pooled: Callable[..., Recipe], fault: str
 ) -> None:
-    _, rounds, warnings = disturbed(monkeypatch, tmp_path / "run", tiny(2), fault, 1)
+    _, rounds, warnings = disturbed(monkeypatch, tmp_path / "run", pooled(), fault, 1)
     assert len(list((tmp_path / "run-marks").iterdir())) == 1
     assert all(line["failures"] == [] for line in rounds)
     assert warnings == []
@@ -174,9 +184,9 @@ def test_a_client_whose_worker_dies_once_is_redone(
 
 
 def test_a_client_whose_worker_always_dies_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pooled: Callable[..., Recipe]
 ) -> None:
-    client, rounds, warnings = disturbed(monkeypatch, tmp_path / "run", tiny(2), "kill", ALWAYS)
+    client, rounds, warnings = disturbed(monkeypatch, tmp_path / "run", pooled(), "kill", ALWAYS)
     assert [line["round"] for line in rounds] == [0, 1, 2, 3, 4]
     assert rounds[1]["failures"] == [{"client": client, "reason": "its worker process died 2 times"}]
     assert client not in rounds[1]["clients"]
@@ -184,7 +194,9 @@ def test_a_client_whose_worker_always_dies_is_left_out(
     assert warnings[0] == f"round 1: client {client} was left out: its worker process died 2 times"
 
 
-def test_a_client_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [local.AHEAD, 0])
+def test_a_client_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: int) -> None:
+    monkeypatch.setattr(local, "AHEAD", ahead)
     recipe = tiny(1, rounds=1, engine={"timeout": 5.0})
     client, rounds, warnings = disturbed(monkeypatch, tmp_path / "run", recipe, "hang", ALWAYS)
     assert rounds[1]["failures"] == [{"client": client, "reason": "no answer within 5 s"}]
@@ -281,6 +293,27 @@ def test_workers_that_cannot_start_are_not_started_for_ever(how: str, told: str)
 
 
 @pytest.mark.slow
+def test_no_client_waits_behind_another_where_its_order_would_fill_the_pipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Path
+) -> None:
+    """A parent that waits for room in the pipe of a worker that waits for room in it would wait for ever."""
+    waiting: list[int] = []
+    send = local._Worker.send
+
+    def counted(worker: local._Worker, job: Any, memory: torch.Tensor, layout: Any) -> None:
+        waiting.append(len(worker.jobs))
+        send(worker, job, memory, layout)
+
+    monkeypatch.setattr(local._Worker, "send", counted)
+    monkeypatch.setattr(local, "AHEAD", 0)
+    for light, most in ((0, 0), (local.LIGHT, 1)):
+        waiting.clear()
+        monkeypatch.setattr(local, "LIGHT", light)
+        execute(prepare_run(tiny(2)), tmp_path / str(light), Heard())
+        assert max(waiting) == most
+        assert_same_weights(tmp_path / str(light), undisturbed)
+
+
 def test_workers_amid_a_long_client_die_with_their_parent(tmp_path: Path) -> None:
     """A parent killed by the system leaves nobody behind who would compute for nobody."""
     program = tmp_path / "parent.py"

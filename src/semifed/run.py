@@ -155,7 +155,7 @@ class RoundLoop:
         def ask(down: Any, /, own: Callable[[int], Any] | None = None) -> list[Any]:
             cohort = self._cohort(round_)
             letters = {} if own is None else {client: own(client) for client in cohort}
-            traffic[1] += sum(size_in_bytes(letters.get(client, down)) for client in cohort)
+            traffic[1] += sum(map(size_in_bytes, letters.values())) + size_in_bytes(down) * (len(cohort) - len(letters))
             expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
             fresh = _believable(_alike([_checked(answer, down, expected) for answer in replies]), down)

@@ -48,14 +48,13 @@ def from_arrays(kind: type[T], arrays: Mapping[str, Tensor]) -> T:
 
 
 def _restore(kind: Any, arrays: Mapping[str, Tensor], path: str) -> tuple[Any, set[str]]:
-    options = [part for part in get_args(kind) if part is not NoneType]
-    if NoneType in get_args(kind):
-        present = any(name == path or name.startswith(path + "/") for name in arrays)
-        return _restore(options[0], arrays, path) if present else (None, set())
     if kind is Tensor:
         if path not in arrays:
             raise ValueError(f"array '{path}' is missing")
         return arrays[path], {path}
+    if (inner := _inside_optional(kind)) is not None:
+        present = any(name == path or name.startswith(path + "/") for name in arrays)
+        return _restore(inner, arrays, path) if present else (None, set())
     if get_origin(kind) is dict:
         inside = {name[len(path) + 1 :]: name for name in arrays if name.startswith(path + "/")}
         return {short: arrays[name] for short, name in inside.items()}, set(inside.values())
@@ -67,6 +66,13 @@ def _restore(kind: Any, arrays: Mapping[str, Tensor], path: str) -> tuple[Any, s
         fields[name], taken = _restore(hint, arrays, f"{path}/{name}" if path else name)
         used |= taken
     return kind(**fields), used
+
+
+@lru_cache
+def _inside_optional(kind: Any) -> Any:
+    """T of a type T | None; None for any other."""
+    options = get_args(kind)
+    return next(part for part in options if part is not NoneType) if NoneType in options else None
 
 
 @lru_cache

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from threading import Thread
@@ -37,6 +38,8 @@ from semifed.wire import from_arrays, to_arrays
 
 ATTEMPTS = 2  # a client whose worker died is redone once
 START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
+AHEAD = 2  # while so many clients a worker are still to be handed out, each may have its next one waiting
+LIGHT = 2**15  # bytes of an order that surely fit in a pipe
 PackedHeld = tuple[dict[str, Any], ...]  # as in `Held`
 
 
@@ -75,8 +78,10 @@ class LocalEngine:
             spool = Spool()
             for task, data in jobs:
                 answer = _attempt(self._place, task, (own or {}).get(task.client, down), data)
-                kept = answer._replace(up=spool.keep(answer.up)) if isinstance(answer, Reply) else answer
-                answers[task.client] = kept
+                if isinstance(answer, Reply):
+                    kept = from_arrays(type(answer.up), spool.keep(to_arrays(answer.up)))
+                    answer = answer._replace(up=kept)
+                answers[task.client] = answer
         return [answers[client] for client in clients]
 
     def accept(self, round_: int, replies: Sequence[Reply]) -> None:
@@ -128,6 +133,7 @@ class _Answer(NamedTuple):
     """What a worker writes back."""
 
     up: Tensor | None  # the worker's shared buffer, when it is a new one
+    turn: int  # which of its two buffers
     layout: Layout
     held: PackedHeld
     record: ClientRecord  # its tensors as NumPy arrays
@@ -181,18 +187,17 @@ class _Pool:
                     raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
                 self._stillborn = 0
                 if isinstance(answer, _Answer):
-                    arrays = {name: view.clone() for name, view in read_buffer(worker.up, answer.layout).items()}
+                    arrays = spool.keep(read_buffer(worker.ups[answer.turn], answer.layout))
                     self._hand_out(queue, layouts)  # the worker need not wait until its answer is unpacked
                     held = _unpack_held(answer.held, kept_type)
-                    up: Any = spool.keep(from_arrays(up_type, arrays))
-                    answers[task.client] = Reply(up, held, _unpack_record(answer.record))
+                    answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
                 elif isinstance(answer, ClientFailure):
                     answers[task.client] = answer
                 elif worker.process.is_alive():
                     answers[task.client] = ClientFailure(task.client, f"no answer within {self._timeout:g} s")
-                    self._replace(worker)
+                    self._replace(worker, queue)
                 else:
-                    self._replace(worker)
+                    self._replace(worker, queue)
                     deaths[task.client] += 1
                     if deaths[task.client] < ATTEMPTS:
                         queue.appendleft((task, data))
@@ -209,26 +214,33 @@ class _Pool:
     def _start(self) -> "_Worker":
         return _Worker(self._context, self._build, self._images)
 
-    def _replace(self, worker: "_Worker") -> None:
+    def _replace(self, worker: "_Worker", queue: deque[tuple[Task, ClientData]]) -> None:
+        """A new worker; whom the old one had not come to waits for another."""
         worker.end()
+        queue.extendleft(reversed(worker.jobs))
         self._workers[self._workers.index(worker)] = self._start()
 
     def _hand_out(self, queue: deque[tuple[Task, ClientData]], layouts: Mapping[int, Layout]) -> None:
-        for worker in list(self._workers):
-            if worker.job is None and queue:
+        """A client for every idle worker; where many are left, another one that it need not wait for."""
+        for waiting, worker in product((0, 1), list(self._workers)):
+            if len(worker.jobs) == waiting and len(queue) > waiting * AHEAD * len(self._workers):
+                if waiting and not _light(queue[0]):
+                    return
                 try:
                     worker.send(queue[0], self._down.memory, layouts[queue[0][0].client])
                     queue.popleft()
                 except (EOFError, OSError):  # it died while idle: no client is lost
+                    if worker.jobs:  # but not this one; its silence will be noticed
+                        continue
                     if not worker.ready:
                         self._stillborn += 1
                     if self._stillborn >= START_ATTEMPTS:
                         raise RuntimeError(f"{START_ATTEMPTS} worker processes died while starting") from None
-                    self._replace(worker)
+                    self._replace(worker, queue)
 
     def _with_news(self) -> list["_Worker"]:
         """Busy workers that answered, died, or ran out of time; waits until there is one."""
-        busy = [worker for worker in self._workers if worker.job is not None]
+        busy = [worker for worker in self._workers if worker.jobs]
         if not busy:  # all of them died while idle; waiting for nobody would last for ever
             return []
         if self._timeout is None:
@@ -241,7 +253,7 @@ class _Pool:
 
 
 class _Worker:
-    """One process and the client it is busy with."""
+    """One process, the client it is busy with, and perhaps the next one."""
 
     def __init__(self, context: Any, build: Callable[[], Workplace], images: Tensor) -> None:
         self.pipe, theirs = context.Pipe()
@@ -250,9 +262,9 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.has_down = False
-        self.up = torch.empty(0, dtype=torch.uint8)
-        self.job: tuple[Task, ClientData] | None = None
-        self.since = 0.0
+        self.ups = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.jobs: deque[tuple[Task, ClientData]] = deque()
+        self.since = 0.0  # when it could begin with the first of them
 
     def send(self, job: tuple[Task, ClientData], memory: Tensor, layout: Layout) -> None:
         """Give the worker a client to be."""
@@ -268,13 +280,15 @@ class _Worker:
         buffer = None if self.has_down else memory
         order = _Order(task._replace(held=None), held, *positions, told, data.views, buffer, layout)
         self.pipe.send(order)
-        self.has_down, self.job, self.since = True, job, time.monotonic()
+        self.has_down = True
+        if not self.jobs:
+            self.since = time.monotonic()
+        self.jobs.append(job)
 
     def take_job(self) -> tuple[Task, ClientData]:
-        """What it was busy with; it is free now."""
-        assert self.job is not None
-        job, self.job = self.job, None
-        return job
+        """What it was busy with; it goes on with the next one, if it has any."""
+        self.since = time.monotonic()
+        return self.jobs.popleft()
 
     def answer(self) -> Any:
         """What it wrote, or None if it is dead or late."""
@@ -284,7 +298,7 @@ class _Worker:
             self.process.join()
             return None
         if isinstance(answer, _Answer) and answer.up is not None:
-            self.up = answer.up
+            self.ups[answer.turn] = answer.up
         return answer
 
     def end(self) -> None:
@@ -292,6 +306,14 @@ class _Worker:
         self.pipe.close()
         self.process.kill()
         self.process.join()
+
+
+def _light(job: tuple[Task, ClientData]) -> bool:
+    """Whether a pipe takes the order at once: nobody reads it while the worker is busy."""
+    task, data = job
+    positions = sum(part.nbytes for part in (data.labelled, data.labels, data.unlabelled))
+    held = 0 if task.held is None else sum(array.nbytes for array in to_arrays(task.held).values())
+    return held + positions <= LIGHT
 
 
 def _pack_held(held: Held) -> PackedHeld:
@@ -351,7 +373,7 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
         return
     pipe.send(_Ready())
     _, down_type, _, kept_type = payload_types(place.method)
-    up = SharedBuffer()
+    ups, turn = (SharedBuffer(), SharedBuffer()), 0  # one may still be read while the next client's is written
     memory = torch.empty(0, dtype=torch.uint8)
     while True:
         try:
@@ -369,11 +391,11 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
             if isinstance(reply, ClientFailure):
                 answer: Any = reply
             else:
-                (layout,), fresh = up.write(to_arrays(reply.up))
+                turn = 1 - turn
+                (layout,), fresh = ups[turn].write(to_arrays(reply.up))
                 assert reply.held is not None, "only clients elsewhere keep what they hold to themselves"
-                answer = _Answer(
-                    up.memory if fresh else None, layout, _pack_held(reply.held), _pack_record(reply.record)
-                )
+                memory_of_up = ups[turn].memory if fresh else None
+                answer = _Answer(memory_of_up, turn, layout, _pack_held(reply.held), _pack_record(reply.record))
         except Exception:
             answer = _Crash(_traceback())
         try:

@@ -4,15 +4,11 @@ import os
 from collections.abc import Callable
 from itertools import chain
 from tempfile import NamedTemporaryFile
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from semifed.wire import from_arrays, to_arrays
-
 ROOM = 2**30  # bytes of a round's replies that stay in memory
-T = TypeVar("T")
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
 
 
@@ -74,12 +70,11 @@ class Spool:
     def __init__(self, room: int = ROOM) -> None:
         self._room = room
 
-    def keep(self, reply: T) -> T:
-        """The same payload, wherever it lies now."""
-        arrays = to_arrays(reply)
+    def keep(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of a reply's arrays."""
         self._room -= sum(array.nbytes for array in arrays.values())
         if self._room >= 0:
-            return reply
+            return {name: array.clone() for name, array in arrays.items()}
         buffer = SharedBuffer(_in_a_file)
         (layout,), _ = buffer.write(arrays)
-        return from_arrays(type(reply), read_buffer(buffer.memory, layout))
+        return read_buffer(buffer.memory, layout)
