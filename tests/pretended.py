@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 CUDA = torch.device("cuda")
 # Positions may lie on the processor, as with a real GPU, and a copy may come from there.
-_MIXING = {"aten::index.Tensor", "aten::copy_", "aten::_to_copy"}
+_INDEX = "aten::index.Tensor"
+_MIXING = {_INDEX, "aten::copy_", "aten::_to_copy"}
 
 
 class OnGpu(Tensor):
@@ -55,7 +56,7 @@ class OnGpu(Tensor):
     ) -> Any:
         given, _ = tree_flatten((args, dict(kwargs or {})))
         strangers = [one for one in given if isinstance(one, Tensor) and not isinstance(one, OnGpu) and one.ndim]
-        if strangers and func.name() not in _MIXING:
+        if strangers and not (func.name() in _MIXING and (isinstance(args[0], OnGpu) or func.name() != _INDEX)):
             shape = list(strangers[0].shape)
             raise RuntimeError(f"{func.name()}: a tensor on the GPU met one {shape} on the processor")
         within = tree_map(lambda one: one.inside if isinstance(one, OnGpu) else one, (args, dict(kwargs or {})))

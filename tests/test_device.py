@@ -1,6 +1,7 @@
 """Runs on a GPU, as far as a machine without one can tell: no tensor meets one of another device, no number changes."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from semifed.fit import Loss
 from semifed.methods.fixmatch_lpl import FixMatchLPL
 from semifed.net import Net
 from semifed.payloads import Down
-from toys import Outcome, equal_weights, meaningful, place_of, run_toy, toy_parts, toy_recipe
+from toys import Outcome, equal_weights, meaningful, place_of, run_toy, toy_dataset, toy_parts, toy_recipe
 
 
-def run_on(device: str, method: str, labels: str, out: Path, **changes: dict[str, Any]) -> Outcome:
-    tables = {"engine": {"device": device}, "local": {"keep_optimizer": True}, **changes}
-    return run_toy(toy_parts(toy_recipe(method, labels, tables, rounds=2)), out)
+def run_on(
+    device: str, method: str, labels: str, out: Path, changes: Mapping[str, Any] | None = None, channels: int = 1
+) -> Outcome:
+    tables = {"engine": {"device": device}, "local": {"keep_optimizer": True}, **(changes or {})}
+    return run_toy(toy_parts(toy_recipe(method, labels, tables, rounds=2), toy_dataset(channels=channels)), out)
 
 
 def told(outcome: Outcome) -> list[Any]:
@@ -41,15 +44,34 @@ def test_a_run_on_a_gpu_says_what_a_run_on_the_processor_says(
     assert told(here) == told(there)
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fedlpa", {"warmup_rounds": 1}),
+        ("fedmatch", {"helper_interval": 1}),
+        ("flexmatch", {"sage": True}),
+        ("feddure", {"sage": True, "sage_threshold": 0.4}),
+    ],
+)
+def test_what_two_rounds_would_not_come_to(
+    method: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = run_on("cpu", method, "clients", tmp_path / "cpu", {"method": options})
+    with pretended_gpu(monkeypatch):
+        there = run_on("cuda", method, "clients", tmp_path / "cuda", {"method": options})
+    assert equal_weights(here.weights, there.weights)
+    assert told(here) == told(there)
+
+
 @pytest.mark.parametrize("batchnorm", ["static", "tracked", "local"])
 @pytest.mark.parametrize("strong", ["flip crop(1) randaugment(2,10) cutout(3)", "none"])
 def test_views_and_statistics_are_made_on_the_gpu(
     batchnorm: str, strong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {"model": {"batchnorm": batchnorm}, "views": {"strong": strong}}
-    here = run_on("cpu", "fedfixmatch", "server", tmp_path / "cpu", **tables)
+    here = run_on("cpu", "fedfixmatch", "server", tmp_path / "cpu", tables, channels=3)
     with pretended_gpu(monkeypatch):
-        there = run_on("cuda", "fedfixmatch", "server", tmp_path / "cuda", **tables)
+        there = run_on("cuda", "fedfixmatch", "server", tmp_path / "cuda", tables, channels=3)
     assert equal_weights(here.weights, there.weights)
     assert told(here) == told(there)
 

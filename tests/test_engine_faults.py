@@ -163,13 +163,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(params=["two workers", "one with its next client waiting"])
+@pytest.fixture(params=["two workers", "one with its next client waiting", "and answers read late"])
 def pooled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
     """Recipes whose clients run in worker processes."""
     if request.param == "two workers":
         return partial(tiny, 2)
+    if request.param == "and answers read late":  # the worker dies before its last answer is unpacked
+        monkeypatch.setattr(local._Pool, "_with_news", slowly(local._Pool._with_news))
     monkeypatch.setattr(local, "AHEAD", 0)
     return partial(tiny, 1, engine={"timeout": 60.0})
+
+
+def slowly(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def slow(self: Any) -> Any:
+        found = function(self)
+        time.sleep(0.4)
+        return found
+
+    return slow
 
 
 @pytest.mark.parametrize("fault", ["exit", "kill"])

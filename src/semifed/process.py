@@ -17,6 +17,7 @@ def settle() -> None:
     """
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False  # ten bits of a number would be more than its last digits
     keep_freed_memory()
 
 

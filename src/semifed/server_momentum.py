@@ -25,6 +25,6 @@ def step_to_mean(server: Moving, ups: Sequence[Update], site: ServerSite, share:
         return server
     mean = averaged(server.weights, ups, site, share)
     # Batch-norm statistics, where clients send any, are the mean's: momentum could make a variance negative.
-    learnt = {name: mean[name] for name in site.net.named_parameters()}
+    learnt = {name: mean[name] for name in site.net.learners()}
     weights, velocity = momentum_step(server.weights, learnt, server.velocity, momentum)
     return Moving(mean | {name: weights[name] for name in learnt}, velocity)

@@ -27,8 +27,12 @@ class ClientData(NamedTuple):
     classes: Tensor | None = None  # int64 [unlabelled], true ones, novel classes after the known; for oracles alone
 
     def on(self, device: torch.device) -> "ClientData":
-        """The same with the images on that device, where views of them are then drawn."""
-        return self._replace(images=self.images.to(device))
+        """The same with its own images on that device, where views of them are then drawn."""
+        if device == self.images.device:
+            return self
+        own, first = torch.cat([self.labelled, self.unlabelled]), len(self.labelled)
+        images, labelled, unlabelled = self.images[own].to(device), torch.arange(first), torch.arange(first, len(own))
+        return self._replace(images=images, labelled=labelled, unlabelled=unlabelled)
 
     @property
     def image_count(self) -> int:

@@ -6,6 +6,7 @@ start first, the replies are put in client order, so the result does not depend 
 
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import sys
 import time
@@ -38,8 +39,9 @@ from semifed.wire import from_arrays, to_arrays
 
 ATTEMPTS = 2  # a client whose worker died is redone once
 START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
-AHEAD = 2  # while so many clients a worker are still to be handed out, each may have its next one waiting
-LIGHT = 2**15  # bytes of an order that surely fit in a pipe
+AHEAD = 1.0  # a client may wait behind another while what is left fills all workers so many times as long
+LIGHT = 2**15 if sys.platform == "linux" else 0  # bytes of an order that surely fit in a pipe
+Job = tuple[Task, ClientData]
 PackedHeld = tuple[dict[str, Any], ...]  # as in `Held`
 
 
@@ -65,7 +67,7 @@ class LocalEngine:
     ) -> list[Reply | ClientFailure]:
         """One round of the given clients, each starting from what it held."""
         answers: dict[int, Reply | ClientFailure] = {}
-        jobs: list[tuple[Task, ClientData]] = []
+        jobs: list[Job] = []
         for client in clients:
             data = self._scenario.client(client)._replace(images=self._images)
             if reason := too_few_images(data):
@@ -149,6 +151,35 @@ class _Ready(NamedTuple):
     """A worker's first word: from here on its clients' time counts."""
 
 
+class _Lost(NamedTuple):
+    """An answer whose memory went with the worker, which died amid the next client."""
+
+
+class _Queue:
+    """Clients still to be handed out, the largest first, and how many images they hold together."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = deque(sorted(jobs, key=lambda job: (-_size(job), job[0].client)))
+        self.images = sum(map(_size, jobs))
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def first(self) -> Job:
+        """Who is next."""
+        return self._jobs[0]
+
+    def drop_first(self) -> None:
+        """It has been handed out."""
+        self.images -= _size(self._jobs.popleft())
+
+    def put_back(self, *jobs: Job) -> None:
+        """They are next again, in this order."""
+        self._jobs.extendleft(reversed(jobs))
+        self.images += sum(map(_size, jobs))
+
+
 class _Pool:
     """Persistent workers; a dead one is replaced and its client redone once."""
 
@@ -165,7 +196,7 @@ class _Pool:
         self._workers = [self._start() for _ in range(workers)]
 
     def run(
-        self, jobs: list[tuple[Task, ClientData]], down: Any, own: Mapping[int, Any], method: AnyMethod
+        self, jobs: list[Job], down: Any, own: Mapping[int, Any], method: AnyMethod
     ) -> dict[int, Reply | ClientFailure]:
         """All jobs, largest client first."""
         _, _, up_type, kept_type = payload_types(method)
@@ -174,7 +205,7 @@ class _Pool:
         if fresh:
             for worker in self._workers:
                 worker.has_down = False
-        queue = deque(sorted(jobs, key=lambda job: (-len(job[1].unlabelled) - len(job[1].labelled), job[0].client)))
+        queue = _Queue(jobs)
         deaths: Counter[int] = Counter()
         spool = Spool()
         answers: dict[int, Reply | ClientFailure] = {}
@@ -193,14 +224,17 @@ class _Pool:
                     answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
                 elif isinstance(answer, ClientFailure):
                     answers[task.client] = answer
-                elif worker.process.is_alive():
+                elif answer is None and worker.process.is_alive():
                     answers[task.client] = ClientFailure(task.client, f"no answer within {self._timeout:g} s")
                     self._replace(worker, queue)
                 else:
+                    if isinstance(answer, _Lost):  # this client was done, another one killed its worker
+                        queue.put_back((task, data))
+                        task, data = worker.take_job()
                     self._replace(worker, queue)
                     deaths[task.client] += 1
                     if deaths[task.client] < ATTEMPTS:
-                        queue.appendleft((task, data))
+                        queue.put_back((task, data))
                     else:
                         reason = f"its worker process died {ATTEMPTS} times"
                         answers[task.client] = ClientFailure(task.client, reason)
@@ -214,21 +248,19 @@ class _Pool:
     def _start(self) -> "_Worker":
         return _Worker(self._context, self._build, self._images)
 
-    def _replace(self, worker: "_Worker", queue: deque[tuple[Task, ClientData]]) -> None:
+    def _replace(self, worker: "_Worker", queue: _Queue) -> None:
         """A new worker; whom the old one had not come to waits for another."""
         worker.end()
-        queue.extendleft(reversed(worker.jobs))
+        queue.put_back(*worker.jobs)
         self._workers[self._workers.index(worker)] = self._start()
 
-    def _hand_out(self, queue: deque[tuple[Task, ClientData]], layouts: Mapping[int, Layout]) -> None:
+    def _hand_out(self, queue: _Queue, layouts: Mapping[int, Layout]) -> None:
         """A client for every idle worker; where many are left, another one that it need not wait for."""
         for waiting, worker in product((0, 1), list(self._workers)):
-            if len(worker.jobs) == waiting and len(queue) > waiting * AHEAD * len(self._workers):
-                if waiting and not _light(queue[0]):
-                    return
+            if queue and len(worker.jobs) == waiting and (not waiting or self._may_wait(queue, worker)):
                 try:
-                    worker.send(queue[0], self._down.memory, layouts[queue[0][0].client])
-                    queue.popleft()
+                    worker.send(queue.first, self._down.memory, layouts[queue.first[0].client])
+                    queue.drop_first()
                 except (EOFError, OSError):  # it died while idle: no client is lost
                     if worker.jobs:  # but not this one; its silence will be noticed
                         continue
@@ -237,6 +269,12 @@ class _Pool:
                     if self._stillborn >= START_ATTEMPTS:
                         raise RuntimeError(f"{START_ATTEMPTS} worker processes died while starting") from None
                     self._replace(worker, queue)
+
+    def _may_wait(self, queue: _Queue, worker: "_Worker") -> bool:
+        """Whether the next client may be given to a busy worker: nobody else can take it from there."""
+        size = _size(queue.first)
+        lasts = AHEAD * len(self._workers) * (size + _size(worker.jobs[0]))
+        return _light(queue.first) and queue.images - size >= lasts
 
     def _with_news(self) -> list["_Worker"]:
         """Busy workers that answered, died, or ran out of time; waits until there is one."""
@@ -263,10 +301,10 @@ class _Worker:
         self.ready = False
         self.has_down = False
         self.ups = [torch.empty(0, dtype=torch.uint8)] * 2
-        self.jobs: deque[tuple[Task, ClientData]] = deque()
+        self.jobs: deque[Job] = deque()
         self.since = 0.0  # when it could begin with the first of them
 
-    def send(self, job: tuple[Task, ClientData], memory: Tensor, layout: Layout) -> None:
+    def send(self, job: Job, memory: Tensor, layout: Layout) -> None:
         """Give the worker a client to be."""
         if not self.ready:
             first = self.pipe.recv()
@@ -285,7 +323,7 @@ class _Worker:
             self.since = time.monotonic()
         self.jobs.append(job)
 
-    def take_job(self) -> tuple[Task, ClientData]:
+    def take_job(self) -> Job:
         """What it was busy with; it goes on with the next one, if it has any."""
         self.since = time.monotonic()
         return self.jobs.popleft()
@@ -293,10 +331,15 @@ class _Worker:
     def answer(self) -> Any:
         """What it wrote, or None if it is dead or late."""
         try:
-            answer = self.pipe.recv() if self.pipe.poll() else None
+            written = self.pipe.recv_bytes() if self.pipe.poll() else None
         except (EOFError, OSError):
             self.process.join()
             return None
+        try:
+            answer: Any = None if written is None else pickle.loads(written)
+        except OSError:  # memory that is shared for the first time is fetched from the living worker
+            self.process.join()
+            return _Lost()
         if isinstance(answer, _Answer) and answer.up is not None:
             self.ups[answer.turn] = answer.up
         return answer
@@ -308,10 +351,16 @@ class _Worker:
         self.process.join()
 
 
-def _light(job: tuple[Task, ClientData]) -> bool:
+def _size(job: Job) -> int:
+    _, data = job
+    return len(data.unlabelled) + len(data.labelled)
+
+
+def _light(job: Job) -> bool:
     """Whether a pipe takes the order at once: nobody reads it while the worker is busy."""
     task, data = job
-    positions = sum(part.nbytes for part in (data.labelled, data.labels, data.unlabelled))
+    parts = (data.labelled, data.labels, data.unlabelled, data.classes)
+    positions = sum(part.nbytes for part in parts if part is not None)
     held = 0 if task.held is None else sum(array.nbytes for array in to_arrays(task.held).values())
     return held + positions <= LIGHT
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from tempfile import NamedTemporaryFile
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 ROOM = 2**30  # bytes of a round's replies that stay in memory
+FILE = 2**27  # bytes of a file that holds some of the others
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
 
 
@@ -18,13 +20,16 @@ def _shared(size: int) -> Tensor:
 
 
 def _in_a_file(size: int) -> Tensor:
-    """Memory that the system can write out: a file without a name, gone when nobody holds the tensor any more."""
-    try:
-        with NamedTemporaryFile(prefix="semifed-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full says so here, not amid a write
+    """Memory that the system can write out: a file without a name, gone when nobody holds the tensor any more.
+
+    Ordinary memory where no file of that size can be had.
+    """
+    reserve = getattr(os, "posix_fallocate", None)  # macOS has none, and a full disk must say so here, not amid a write
+    if reserve is not None:
+        with suppress(OSError, RuntimeError), NamedTemporaryFile(prefix="semifed-") as file:
+            reserve(file.fileno(), 0, size)
             return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
-    except OSError:
-        return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8)
 
 
 class SharedBuffer:
@@ -69,12 +74,20 @@ class Spool:
 
     def __init__(self, room: int = ROOM) -> None:
         self._room = room
+        self._file = torch.empty(0, dtype=torch.uint8)
+        self._used = 0  # bytes of it
 
     def keep(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy of a reply's arrays."""
         self._room -= sum(array.nbytes for array in arrays.values())
         if self._room >= 0:
             return {name: array.clone() for name, array in arrays.items()}
-        buffer = SharedBuffer(_in_a_file)
+        buffer = SharedBuffer(self._next_part)
         (layout,), _ = buffer.write(arrays)
         return read_buffer(buffer.memory, layout)
+
+    def _next_part(self, size: int) -> Tensor:
+        if self._used + size > len(self._file):  # one file for many replies: a process may map only so many
+            self._file, self._used = _in_a_file(max(size, FILE)), 0
+        self._used += size
+        return self._file[self._used - size : self._used]

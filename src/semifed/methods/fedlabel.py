@@ -64,7 +64,7 @@ class FedLabel(Method[Server, Down, Up, Judges]):
         ends = [learnt, net.state()]
         # Two changes of a variance may sum up to a negative one: batch-norm statistics are the mean over all steps.
         statistics = weighted_mean(ends, shares([first.steps_taken, second.steps_taken]))
-        net.load(statistics | sum_of_changes({name: start[name] for name in net.named_parameters()}, ends))
+        net.load(statistics | sum_of_changes({name: start[name] for name in net.learners()}, ends))
         return first.then(second)
 
     def loss(self, net: Net, batch: Batch, const: Judges) -> Loss:

@@ -97,7 +97,8 @@ class RSCFed(Method[Phased, Phased, Member, Taught, Average]):
         scales = self.distance_scale, self.labelled_distance_scale
         rule = Consensus(self.groups, self.group_share, *scales, self.labelled_weight, self.most_trust)
         # Of parameters only: batch-norm statistics are of another size; and of what clients send of them.
-        names = [name for name in site.net.trained_names() if name in site.net.named_parameters()]
+        learners = site.net.learners()
+        names = [name for name in site.net.trained_names() if name in learners]
         weight = rule.shares(ups, names, site.stream("groups"))
         weights = averaged(server.weights, ups, site, weight)
         return self._next(site.fine_tune(weights, self.server_loss), site)
