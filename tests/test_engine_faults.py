@@ -22,7 +22,7 @@ from semifed import run
 from semifed.assembly import Parts, build_workplace, prepare_run, workplace_of
 from semifed.client_round import Reply, Workplace
 from semifed.data.client import ClientData
-from semifed.engines import local
+from semifed.engines import pool
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.fit import Fitted
@@ -169,8 +169,8 @@ def pooled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     if request.param == "two workers":
         return partial(tiny, 2)
     if request.param == "and answers read late":  # the worker dies before its last answer is unpacked
-        monkeypatch.setattr(local._Pool, "_with_news", slowly(local._Pool._with_news))
-    monkeypatch.setattr(local, "AHEAD", 0)
+        monkeypatch.setattr(pool.Pool, "_with_news", slowly(pool.Pool._with_news))
+    monkeypatch.setattr(pool, "AHEAD", 0)
     return partial(tiny, 1, engine={"timeout": 60.0})
 
 
@@ -205,9 +205,9 @@ def test_a_client_whose_worker_always_dies_is_left_out(
     assert warnings[0] == f"round 1: client {client} was left out: its worker process died 2 times"
 
 
-@pytest.mark.parametrize("ahead", [local.AHEAD, 0])
+@pytest.mark.parametrize("ahead", [pool.AHEAD, 0])
 def test_a_client_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: int) -> None:
-    monkeypatch.setattr(local, "AHEAD", ahead)
+    monkeypatch.setattr(pool, "AHEAD", ahead)
     recipe = tiny(1, rounds=1, engine={"timeout": 5.0})
     client, rounds, warnings = disturbed(monkeypatch, tmp_path / "run", recipe, "hang", ALWAYS)
     assert rounds[1]["failures"] == [{"client": client, "reason": "no answer within 5 s"}]
@@ -309,17 +309,17 @@ def test_no_client_waits_behind_another_where_its_order_would_fill_the_pipe(
 ) -> None:
     """A parent that waits for room in the pipe of a worker that waits for room in it would wait for ever."""
     waiting: list[int] = []
-    send = local._Worker.send
+    send = pool._Worker.send
 
-    def counted(worker: local._Worker, job: Any, memory: torch.Tensor, layout: Any) -> None:
+    def counted(worker: pool._Worker, job: Any, memory: torch.Tensor, layout: Any) -> None:
         waiting.append(len(worker.jobs))
         send(worker, job, memory, layout)
 
-    monkeypatch.setattr(local._Worker, "send", counted)
-    monkeypatch.setattr(local, "AHEAD", 0)
-    for light, most in ((0, 0), (local.LIGHT, 1)):
+    monkeypatch.setattr(pool._Worker, "send", counted)
+    monkeypatch.setattr(pool, "AHEAD", 0)
+    for light, most in ((0, 0), (pool.LIGHT, 1)):
         waiting.clear()
-        monkeypatch.setattr(local, "LIGHT", light)
+        monkeypatch.setattr(pool, "LIGHT", light)
         execute(prepare_run(tiny(2)), tmp_path / str(light), Heard())
         assert max(waiting) == most
         assert_same_weights(tmp_path / str(light), undisturbed)

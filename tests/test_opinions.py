@@ -17,7 +17,7 @@ from torch import Tensor
 
 from semifed.client_round import ClientRecord, Task, client_round
 from semifed.data.client import Batch
-from semifed.engines.local import _pack_record, _unpack_record
+from semifed.engines.pool import _pack_record, _unpack_record
 from semifed.fit import Loss
 from semifed.losses import entropy
 from semifed.methods.sage import SAGE

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from semifed.engines import local, shared_memory
+from semifed.engines import local, pool, shared_memory
 from semifed.engines.shared_memory import Spool
 from semifed.wire import Weights
 from toys import equal_weights, run_toy, toy_parts, toy_recipe
@@ -73,7 +73,7 @@ def test_a_run_whose_replies_lie_in_files_is_the_same(
     labels = "server" if method == "openfl" else "clients"
     parts = toy_parts(toy_recipe(method, labels, {"engine": {"workers": workers}}, rounds=2))
     here = run_toy(parts, tmp_path / "memory")
-    monkeypatch.setattr(local, "Spool", partial(Spool, 0))
+    monkeypatch.setattr(local if workers == 1 else pool, "Spool", partial(Spool, 0))
     there = run_toy(parts, tmp_path / "files")
     assert equal_weights(here.weights, there.weights)
     assert [one["loss"] for one in here.rounds] == [one["loss"] for one in there.rounds]

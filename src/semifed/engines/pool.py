@@ -1,0 +1,391 @@
+"""Persistent one-thread worker processes that act as clients.
+
+Images and weights lie in shared memory; an order is a client's positions and a few numbers. The largest clients start
+first; where many are left a worker has its next one waiting, so that it is never idle between two small ones.
+"""
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as torch_mp
+from torch import Tensor
+
+from semifed.client_round import ClientRecord, Held, Reply, Task, Workplace, client_round
+from semifed.data.client import ClientData
+from semifed.data.views import Views
+from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, read_buffer
+from semifed.errors import ClientFailure
+from semifed.fit import Diverged
+from semifed.method import payload_types
+from semifed.methods import AnyMethod
+from semifed.process import settle
+from semifed.pseudo import PseudoLabels
+from semifed.wire import from_arrays, to_arrays
+
+ATTEMPTS = 2  # a client whose worker died is redone once
+START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
+AHEAD = 1.0  # a client may wait behind another while what is left fills all workers so many times as long
+LIGHT = 2**15 if sys.platform == "linux" else 0  # bytes of an order that surely fit in a pipe
+Job = tuple[Task, ClientData]
+PackedHeld = tuple[dict[str, Any], ...]  # as in `Held`
+
+
+def attempt(place: Workplace, task: Task, down: Any, data: ClientData) -> Reply | ClientFailure:
+    """A client's round, or why it came to nothing."""
+    try:
+        return client_round(place, task, down, data)
+    except Diverged as error:
+        return ClientFailure(task.client, str(error))
+
+
+class _Order(NamedTuple):
+    """What a worker reads from its pipe; positions are NumPy so that they are copied, not shared."""
+
+    task: Task  # without what is held
+    held: PackedHeld | None
+    labelled: Any
+    labels: Any
+    unlabelled: Any
+    classes: Any
+    views: Views
+    down: Tensor | None  # the shared buffer, when it is a new one
+    layout: Layout
+
+
+class _Answer(NamedTuple):
+    """What a worker writes back."""
+
+    up: Tensor | None  # the worker's shared buffer, when it is a new one
+    turn: int  # which of its two buffers
+    layout: Layout
+    held: PackedHeld
+    record: ClientRecord  # its tensors as NumPy arrays
+
+
+class _Crash(NamedTuple):
+    """An error that is our fault: raised again in the parent."""
+
+    text: str
+
+
+class _Ready(NamedTuple):
+    """A worker's first word: from here on its clients' time counts."""
+
+
+class _Lost(NamedTuple):
+    """An answer whose memory went with the worker, which died amid the next client."""
+
+
+class _Queue:
+    """Clients still to be handed out, the largest first, and how many images they hold together."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = deque(sorted(jobs, key=lambda job: (-_size(job), job[0].client)))
+        self.images = sum(map(_size, jobs))
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def first(self) -> Job:
+        """Who is next."""
+        return self._jobs[0]
+
+    def drop_first(self) -> None:
+        """It has been handed out."""
+        self.images -= _size(self._jobs.popleft())
+
+    def put_back(self, *jobs: Job) -> None:
+        """They are next again, in this order."""
+        self._jobs.extendleft(reversed(jobs))
+        self.images += sum(map(_size, jobs))
+
+
+class Pool:
+    """Persistent workers; a dead one is replaced and its client redone once."""
+
+    def __init__(self, build: Callable[[], Workplace], images: Tensor, workers: int, timeout: float | None) -> None:
+        self._context = torch_mp.get_context("forkserver")
+        # The first optimiser of a process imports torch._dynamo, which takes as long as torch itself.
+        mp.set_forkserver_preload(["semifed.run", "torch._dynamo"])
+        self._build = build
+        self._images = images.share_memory_()
+        self._timeout = timeout
+        self._down = SharedBuffer()
+        self._stillborn = 0
+        _start_fork_server()
+        self._workers = [self._start() for _ in range(workers)]
+
+    def run(
+        self, jobs: list[Job], down: Any, own: Mapping[int, Any], method: AnyMethod
+    ) -> dict[int, Reply | ClientFailure]:
+        """All jobs, largest client first."""
+        _, _, up_type, kept_type = payload_types(method)
+        (common, *others), fresh = self._down.write(to_arrays(down), *map(to_arrays, own.values()))
+        layouts = defaultdict(lambda: common, zip(own, others, strict=True))
+        if fresh:
+            for worker in self._workers:
+                worker.has_down = False
+        queue = _Queue(jobs)
+        deaths: Counter[int] = Counter()
+        spool = Spool()
+        answers: dict[int, Reply | ClientFailure] = {}
+        while len(answers) < len(jobs):
+            self._hand_out(queue, layouts)
+            for worker in self._with_news():
+                task, data = worker.take_job()
+                answer = worker.answer()
+                if isinstance(answer, _Crash):
+                    raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
+                self._stillborn = 0
+                if isinstance(answer, _Answer):
+                    arrays = spool.keep(read_buffer(worker.ups[answer.turn], answer.layout))
+                    self._hand_out(queue, layouts)  # the worker need not wait until its answer is unpacked
+                    held = _unpack_held(answer.held, kept_type)
+                    answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
+                elif isinstance(answer, ClientFailure):
+                    answers[task.client] = answer
+                elif answer is None and worker.process.is_alive():
+                    answers[task.client] = ClientFailure(task.client, f"no answer within {self._timeout:g} s")
+                    self._replace(worker, queue)
+                else:
+                    if isinstance(answer, _Lost):  # this client was done, another one killed its worker
+                        queue.put_back((task, data))
+                        task, data = worker.take_job()
+                    self._replace(worker, queue)
+                    deaths[task.client] += 1
+                    if deaths[task.client] < ATTEMPTS:
+                        queue.put_back((task, data))
+                    else:
+                        reason = f"its worker process died {ATTEMPTS} times"
+                        answers[task.client] = ClientFailure(task.client, reason)
+        return answers
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.end()
+
+    def _start(self) -> "_Worker":
+        return _Worker(self._context, self._build, self._images)
+
+    def _replace(self, worker: "_Worker", queue: _Queue) -> None:
+        """A new worker; whom the old one had not come to waits for another."""
+        worker.end()
+        queue.put_back(*worker.jobs)
+        self._workers[self._workers.index(worker)] = self._start()
+
+    def _hand_out(self, queue: _Queue, layouts: Mapping[int, Layout]) -> None:
+        """A client for every idle worker; where many are left, another one that it need not wait for."""
+        for waiting, worker in product((0, 1), list(self._workers)):
+            if queue and len(worker.jobs) == waiting and (not waiting or self._may_wait(queue, worker)):
+                try:
+                    worker.send(queue.first, self._down.memory, layouts[queue.first[0].client])
+                    queue.drop_first()
+                except (EOFError, OSError):  # it died while idle: no client is lost
+                    if worker.jobs:  # but not this one; its silence will be noticed
+                        continue
+                    if not worker.ready:
+                        self._stillborn += 1
+                    if self._stillborn >= START_ATTEMPTS:
+                        raise RuntimeError(f"{START_ATTEMPTS} worker processes died while starting") from None
+                    self._replace(worker, queue)
+
+    def _may_wait(self, queue: _Queue, worker: "_Worker") -> bool:
+        """Whether the next client may be given to a busy worker: nobody else can take it from there."""
+        size = _size(queue.first)
+        lasts = AHEAD * len(self._workers) * (size + _size(worker.jobs[0]))
+        return _light(queue.first) and queue.images - size >= lasts
+
+    def _with_news(self) -> list["_Worker"]:
+        """Busy workers that answered, died, or ran out of time; waits until there is one."""
+        busy = [worker for worker in self._workers if worker.jobs]
+        if not busy:  # all of them died while idle; waiting for nobody would last for ever
+            return []
+        if self._timeout is None:
+            news = wait([worker.pipe for worker in busy])
+            return [worker for worker in busy if worker.pipe in news]
+        patience = min(worker.since for worker in busy) + self._timeout - time.monotonic()
+        news = wait([worker.pipe for worker in busy], max(0.0, patience))
+        now = time.monotonic()
+        return [worker for worker in busy if worker.pipe in news or now >= worker.since + self._timeout]
+
+
+class _Worker:
+    """One process, the client it is busy with, and perhaps the next one."""
+
+    def __init__(self, context: Any, build: Callable[[], Workplace], images: Tensor) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, build, images), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ready = False
+        self.has_down = False
+        self.ups = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.jobs: deque[Job] = deque()
+        self.since = 0.0  # when it could begin with the first of them
+
+    def send(self, job: Job, memory: Tensor, layout: Layout) -> None:
+        """Give the worker a client to be."""
+        if not self.ready:
+            first = self.pipe.recv()
+            if isinstance(first, _Crash):
+                raise RuntimeError(f"a worker process could not start:\n{first.text}")
+            self.ready = True
+        task, data = job
+        held = None if task.held is None else _pack_held(task.held)
+        positions = (data.labelled.numpy(), data.labels.numpy(), data.unlabelled.numpy())
+        told = data.classes if data.classes is None else data.classes.numpy()
+        buffer = None if self.has_down else memory
+        order = _Order(task._replace(held=None), held, *positions, told, data.views, buffer, layout)
+        self.pipe.send(order)
+        self.has_down = True
+        if not self.jobs:
+            self.since = time.monotonic()
+        self.jobs.append(job)
+
+    def take_job(self) -> Job:
+        """What it was busy with; it goes on with the next one, if it has any."""
+        self.since = time.monotonic()
+        return self.jobs.popleft()
+
+    def answer(self) -> Any:
+        """What it wrote, or None if it is dead or late."""
+        try:
+            written = self.pipe.recv_bytes() if self.pipe.poll() else None
+        except (EOFError, OSError):
+            self.process.join()
+            return None
+        try:
+            answer: Any = None if written is None else pickle.loads(written)
+        except OSError:  # memory that is shared for the first time is fetched from the living worker
+            self.process.join()
+            return _Lost()
+        if isinstance(answer, _Answer) and answer.up is not None:
+            self.ups[answer.turn] = answer.up
+        return answer
+
+    def end(self) -> None:
+        """Stop the process, whatever it does: it holds nothing that is not here too."""
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+def _size(job: Job) -> int:
+    _, data = job
+    return len(data.unlabelled) + len(data.labelled)
+
+
+def _light(job: Job) -> bool:
+    """Whether a pipe takes the order at once: nobody reads it while the worker is busy."""
+    task, data = job
+    parts = (data.labelled, data.labels, data.unlabelled, data.classes)
+    positions = sum(part.nbytes for part in parts if part is not None)
+    held = 0 if task.held is None else sum(array.nbytes for array in to_arrays(task.held).values())
+    return held + positions <= LIGHT
+
+
+def _pack_held(held: Held) -> PackedHeld:
+    parts = (to_arrays(held.kept), held.momentum, held.private)
+    return tuple({name: array.numpy() for name, array in part.items()} for part in parts)
+
+
+def _unpack_held(packed: PackedHeld, kept_type: type) -> Held:
+    kept, *weights = ({name: torch.from_numpy(array) for name, array in part.items()} for part in packed)
+    return Held(from_arrays(kept_type, kept), *weights)
+
+
+def _pack_record(record: ClientRecord) -> ClientRecord:
+    if record.pseudo is None:
+        return record
+    packed: Any = {name: array.numpy() for name, array in to_arrays(record.pseudo).items()}
+    return record._replace(pseudo=packed)
+
+
+def _unpack_record(record: ClientRecord) -> ClientRecord:
+    if record.pseudo is None:
+        return record
+    packed: Any = record.pseudo
+    arrays = {name: torch.from_numpy(array) for name, array in packed.items()}
+    return record._replace(pseudo=from_arrays(PseudoLabels, arrays))
+
+
+def _start_fork_server() -> None:
+    """Workers and the server they are forked from never see Ctrl-C, which goes to all processes of a terminal.
+
+    A blocked signal stays blocked in whatever a process starts; here nothing else is started meanwhile.
+    """
+    resource_tracker.ensure_running()  # the fork server would start it, and that unblocks the signal
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> None:
+    """A worker's life: answer orders until the pipe closes or the parent dies, even amid a client."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where the fork server was there before us
+    Thread(target=_end_with_parent, daemon=True).start()
+    settle()
+    try:
+        place = build()
+    except Exception:
+        pipe.send(_Crash(_traceback()))
+        return
+    pipe.send(_Ready())
+    _, down_type, _, kept_type = payload_types(place.method)
+    ups, turn = (SharedBuffer(), SharedBuffer()), 0  # one may still be read while the next client's is written
+    memory = torch.empty(0, dtype=torch.uint8)
+    while True:
+        try:
+            order: _Order = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            memory = memory if order.down is None else order.down
+            down: Any = from_arrays(down_type, read_buffer(memory, order.layout))
+            held = None if order.held is None else _unpack_held(order.held, kept_type)
+            labelled, labels, unlabelled = map(torch.from_numpy, (order.labelled, order.labels, order.unlabelled))
+            told = None if order.classes is None else torch.from_numpy(order.classes)
+            data = ClientData(images, labelled, labels, unlabelled, order.views, told)
+            reply = attempt(place, order.task._replace(held=held), down, data)
+            if isinstance(reply, ClientFailure):
+                answer: Any = reply
+            else:
+                turn = 1 - turn
+                (layout,), fresh = ups[turn].write(to_arrays(reply.up))
+                assert reply.held is not None, "only clients elsewhere keep what they hold to themselves"
+                memory_of_up = ups[turn].memory if fresh else None
+                answer = _Answer(memory_of_up, turn, layout, _pack_held(reply.held), _pack_record(reply.record))
+        except Exception:
+            answer = _Crash(_traceback())
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+
+
+def _traceback() -> str:
+    return "".join(traceback.format_exception(*sys.exc_info()))
