@@ -271,7 +271,7 @@ class _Worker:
             return None
         try:
             answer: Any = None if written is None else pickle.loads(written)
-        except OSError:  # memory that is shared for the first time is fetched from the living worker
+        except (EOFError, OSError, mp.ProcessError):  # memory shared for the first time is fetched from the worker
             self.process.join()
             return _Lost()
         if isinstance(answer, _Answer) and answer.up is not None:
