@@ -22,6 +22,7 @@ from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.privacy import Privacy, refuse_further_numbers, spent
+from semifed.process import computes_bfloat16
 from semifed.recipe import Recipe
 from semifed.rng import torch_stream
 
@@ -74,7 +75,8 @@ def build_net(
         normalised=normalised,
         generator=torch_stream(recipe.seed, "initial weights"),
     )
-    return Net(network, recipe.batchnorm, torch.device(recipe.engine.device))
+    precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.precision]
+    return Net(network, recipe.batchnorm, torch.device(recipe.engine.device), precision)
 
 
 def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
@@ -134,6 +136,8 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     recipe, scenario = parts.recipe, parts.scenario
     if recipe.engine.device == "cuda" and not torch.cuda.is_available():
         raise UserError("engine.device: PyTorch finds no GPU here; use 'cpu', or install PyTorch's build for your GPU")
+    if recipe.model.precision == "bfloat16" and not computes_bfloat16(recipe.engine.device):
+        raise UserError(f"model.precision: bfloat16 does not work on the {recipe.engine.device} here; use float32")
     images = scenario.dataset.x_train
     tests = recipe.evaluate
     evaluator = Evaluator(

@@ -2,10 +2,14 @@
 
 A network may live on another device. Only this module knows: images travel there, what it says of them comes back, with
 its gradient, and so do weights that are read. What methods compute of it are a few numbers an image.
+
+The passes of training steps may be computed in bfloat16. Only this module knows that too: weights stay in single
+precision, so do answers, and whatever is no step of training (tests, gates, statistics) is computed in it.
 """
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +27,13 @@ STEM_BYTES = 2**29  # of frozen maps that a process keeps; images beyond are com
 class Net:
     """One network with its weights; in evaluation mode everywhere but inside the training loop."""
 
-    def __init__(self, network: Network, batchnorm: str, device: torch.device = HOME) -> None:
+    def __init__(
+        self, network: Network, batchnorm: str, device: torch.device = HOME, precision: torch.dtype = torch.float32
+    ) -> None:
         self.network = network.to(memory_format=torch.channels_last).to(device)  # type: ignore[call-overload]
         self.batchnorm = batchnorm
         self.device = device
+        self.precision = precision
         set_batchnorm(self.network, "static" if batchnorm == "static" else "tracked")
         self.network.eval()
         # Weights only ever change in place, so the names and tensors of `state_dict` need to be gathered but once.
@@ -39,7 +46,8 @@ class Net:
 
     def __call__(self, images: Tensor) -> Output:
         """Logits, features and further heads of a batch of normalised images."""
-        return _home(self.network(images.to(self.device)))
+        with self._computing():
+            return _home(self.network(images.to(self.device)))
 
     def stem(self, images: Tensor) -> Tensor:
         """What training never changes about a batch of normalised images: it may be kept from round to round."""
@@ -48,7 +56,8 @@ class Net:
 
     def after_stem(self, maps: Tensor) -> Output:
         """What the network says of images, given their stem."""
-        return _home(self.network.after_stem(maps.to(self.device)))
+        with self._computing():
+            return _home(self.network.after_stem(maps.to(self.device)))
 
     def joint(self, *groups: Tensor) -> list[Output]:
         """One forward pass over several groups of images, which so share their batch-norm statistics."""
@@ -62,18 +71,21 @@ class Net:
 
     def head(self, name: str, features: Tensor) -> Tensor:
         """One further head on given features, such as detached ones."""
-        output: Tensor = self.network.heads[name](features.to(self.device))
-        return output.to(HOME)
+        with self._computing():
+            output: Tensor = self.network.heads[name](features.to(self.device))
+        return _answer(output)
 
     def classify(self, features: Tensor) -> Tensor:
         """The classifier alone, on given features."""
-        logits: Tensor = self.network.classifier(features.to(self.device))
-        return logits.to(HOME)
+        with self._computing():
+            logits: Tensor = self.network.classifier(features.to(self.device))
+        return _answer(logits)
 
     def shifted(self, offsets: Mapping[str, Tensor], images: Tensor) -> Output:
         """What the network would say with its parameters moved by constant offsets; gradients reach the parameters."""
         moved = {name: self.network.get_parameter(name) + part for name, part in self._there(offsets).items()}
-        return _home(functional_call(self.network, moved, (images.to(self.device),)))
+        with self._computing():
+            return _home(functional_call(self.network, moved, (images.to(self.device),)))
 
     def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
         """What the network would say with other weights; gradients reach these, and nothing of its own changes.
@@ -82,11 +94,12 @@ class Net:
         """
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         given = {**buffers, **self._there(weights)}
-        return _home(functional_call(self.network, given, (images.to(self.device),)))
+        with self._computing():
+            return _home(functional_call(self.network, given, (images.to(self.device),)))
 
     def twin(self) -> "Net":
         """A second network of the same shape and weights, to be trained beside this one."""
-        return Net(self._copy(), self.batchnorm, self.device)
+        return Net(self._copy(), self.batchnorm, self.device, self.precision)
 
     @property
     def class_rows(self) -> str:
@@ -96,7 +109,7 @@ class Net:
 
     def frozen(self) -> "FrozenNet":
         """A copy of the network as it is now, in evaluation mode and without gradients: a teacher."""
-        return FrozenNet(self._copy(), self.device)
+        return FrozenNet(self._copy(), self.device, self.precision)
 
     def learners(self) -> dict[str, nn.Parameter]:
         """What the optimiser moves, by name, where the network is."""
@@ -160,6 +173,9 @@ class Net:
         """Set the batch-norm statistics to those of the given images."""
         recalibrate(self.network, images.to(self.device))
 
+    def _computing(self) -> AbstractContextManager[object]:
+        return computing(self.device, self.precision if self.network.training else torch.float32)
+
     def _weights(self, names: Iterable[str]) -> Weights:
         # Weights travel and are compared row by row, whatever layout the network computes in.
         rows = torch.contiguous_format
@@ -176,24 +192,36 @@ class Net:
 
 
 class FrozenNet:
-    """A network that only answers."""
+    """A network that only answers: the teacher of training steps, and computed as they are."""
 
-    def __init__(self, network: Network, device: torch.device = HOME) -> None:
+    def __init__(self, network: Network, device: torch.device = HOME, precision: torch.dtype = torch.float32) -> None:
         self._network = network.eval().requires_grad_(False)
         self._device = device
+        self._precision = precision
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Output:
         """Outputs in evaluation mode, no gradient."""
-        return _home(self._network(images.to(self._device)))
+        with computing(self._device, self._precision):
+            return _home(self._network(images.to(self._device)))
 
     @torch.no_grad()
     def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
         """What it would answer with other weights."""
         given = {name: tensor.to(self._device) for name, tensor in weights.items()}
-        return _home(functional_call(self._network, given, (images.to(self._device),)))
+        with computing(self._device, self._precision):
+            return _home(functional_call(self._network, given, (images.to(self._device),)))
+
+
+def computing(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
+    """Products and convolutions in the given precision, sums that need more in single."""
+    return nullcontext() if precision == torch.float32 else torch.autocast(device.type, precision)
 
 
 def _home(output: Output) -> Output:
-    heads = {name: said.to(HOME) for name, said in output.heads.items()}
-    return Output(output.logits.to(HOME), output.features.to(HOME), heads)
+    heads = {name: _answer(said) for name, said in output.heads.items()}
+    return Output(_answer(output.logits), _answer(output.features), heads)
+
+
+def _answer(said: Tensor) -> Tensor:
+    return said.to(HOME, torch.promote_types(said.dtype, torch.float32))

@@ -1,12 +1,20 @@
 """How a process that trains small networks should run."""
 
 import ctypes
+import subprocess
 import sys
+from functools import cache
 
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT = 2**29  # bytes of freed memory at most
+_TRIAL = """
+import torch
+layer = torch.nn.Conv2d(3, 16, 3)
+with torch.autocast("cpu", torch.bfloat16):
+    layer(torch.zeros(2, 3, 8, 8)).sum().backward()
+"""
 _LARGEST = 2**25  # bytes of one block that stays; larger ones, such as data sets, go back at once
 
 
@@ -31,3 +39,15 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _KEPT)) and bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST))
+
+
+@cache
+def computes_bfloat16(device: str) -> bool:
+    """Whether networks can compute in bfloat16.
+
+    A virtual machine may name instructions that it does not let through, and the first product ends the process: so
+    another process tries one.
+    """
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True).returncode == 0

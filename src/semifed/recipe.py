@@ -113,6 +113,7 @@ class ModelTable(Table):
     input_size: Annotated[Whole, Field(ge=1, le=LARGEST_SIDE)] | None = None  # pixels it scales images to
     trainable: Literal["all", "last", "none"] | None = None  # what of it learns
     batchnorm: Literal["auto", "static", "tracked", "local"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"  # of what training steps compute; weights are float32
     heads: Mapping[str, Annotated[Text, AfterValidator(_not_too_wide)]] = {}  # sizes of heads a method asks for
 
 
