@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from semifed.assembly import workplace_of
+from semifed.bench import precision
 from semifed.bench.floor import Measured, Replayer, against_floor
 from semifed.bench.measuring import ratio, spread, take_turns
+from semifed.bench.precision import lower_precision
 from semifed.bench.rounds import RoundTime, run_rounds
 from semifed.bench.watching import Pass, Watched, watch
 from semifed.bench.workload import FASHION, FIXMATCH_CNN, OPENFL_CNN, SAGE_CNN, Workload
+from semifed.process import computes_bfloat16
 
 TINY = ("scenario.clients=4", "clients_per_round=2", "local.batch=4", "rounds=1", "evaluate.every=1")
 
@@ -86,6 +89,21 @@ def test_the_tables_of_the_floor(tmp_path: Path) -> None:
     facts = reached.facts[FIXMATCH_CNN.name]
     middle = median(one["whole"] for one in facts["rounds"][0])
     assert facts["share"]["median"] == pytest.approx(facts["floor"][0] / middle)
+
+
+@pytest.mark.slow
+def test_the_table_of_precisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if computes_bfloat16("cpu"):
+        (table,) = lower_precision(tmp_path, 1, 1, [tiny(SAGE_CNN)])
+        assert [len(row) for row in table.rows] == [len(table.header)]
+        assert {name: len(taken) for name, taken in table.facts["seconds"][SAGE_CNN.name].items()} == {
+            "float32": 1,
+            "bfloat16": 1,
+        }
+    monkeypatch.setattr(precision, "computes_bfloat16", lambda _: False)
+    (table,) = lower_precision(tmp_path, 1, 1, [tiny(SAGE_CNN)])
+    assert not table.rows
+    assert "cannot" in table.notes[0]
 
 
 def test_contestants_take_turns_and_nobody_is_always_first() -> None:

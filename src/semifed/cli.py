@@ -259,7 +259,7 @@ def bench(
 ) -> None:
     """Speed on this machine, against the floor and the peers that are installed; needs no data, takes a while.
 
-    The parts are floor, peers, scaling, views and aggregation; all of them if none is named.
+    The parts are floor, peers, scaling, precision, views and aggregation; all of them if none is named.
     """
     from semifed.bench.command import bench as measure
 

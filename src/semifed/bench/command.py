@@ -16,6 +16,7 @@ from semifed.bench.floor import against_floor
 from semifed.bench.measuring import Table, machine
 from semifed.bench.peers import against_peers
 from semifed.bench.plots import draw
+from semifed.bench.precision import lower_precision
 from semifed.bench.scaling import scaling
 from semifed.bench.views import view_speed
 from semifed.durable import write_atomically
@@ -23,7 +24,7 @@ from semifed.engines.local import available_cores
 from semifed.errors import UserError, nearest
 
 WIDE = 160  # columns of a log, which nobody resizes
-PARTS = ("floor", "peers", "scaling", "views", "aggregation")
+PARTS = ("floor", "peers", "scaling", "precision", "views", "aggregation")
 
 
 def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, plots: Path | None) -> None:
@@ -45,6 +46,7 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
             "floor": lambda: against_floor(folder, turns, workers),
             "peers": lambda: against_peers(folder, turns, workers),
             "scaling": lambda: scaling(folder, turns, workers),
+            "precision": lambda: lower_precision(folder, turns, workers),
             "views": lambda: view_speed(folder, turns),
             "aggregation": lambda: aggregation_cost(turns),
         }

@@ -88,10 +88,20 @@ class CNN(Backbone):
 
 
 class ResNet8(Backbone):
-    """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4."""
+    """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4.
+
+    Larger images are shrunk to `input_size` pixels a side first, if one is given: a quarter of the work at half of it.
+    """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
+        self.side = setting.input_size
+        if self.side is not None and self.side > min(setting.size):
+            height, breadth = setting.size
+            raise UserError(
+                f"model.input_size: resnet8 shrinks images to it, and these have {height} x {breadth} pixels; "
+                f"use at most {min(setting.size)}, or leave it out"
+            )
         widths = _stage_widths(4 if setting.width is None else setting.width)
         self.features = widths[-1]
         self.conv = _conv3(setting.channels, widths[0])
@@ -101,6 +111,10 @@ class ResNet8(Backbone):
             BasicBlock(widths[0], widths[1], stride=2),
             BasicBlock(widths[1], widths[2], stride=2),
         )
+
+    def frozen_part(self, x: Tensor) -> Tensor:
+        """The images, or means over areas of their pixels."""
+        return x if self.side is None else F.adaptive_avg_pool2d(x, self.side)
 
     def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""

@@ -115,6 +115,7 @@ _FAMILIES = {
         _kaiming_fan_out,
         _uniform_fan_in,
         zero_bias=False,
+        keys=("width", "input_size"),
     ),
     "wrn-28-2": _Family(
         "wide ResNet of 28 layers, width = widening factor (default 2); OpenFL, SemiFL, SSB; wants a GPU",
