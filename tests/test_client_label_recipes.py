@@ -271,7 +271,7 @@ def test_other_rows_of_the_tables_have_their_constants(row: str, data: str) -> N
 
 MINIS = {
     "sage/fashion-mini": ("sage", "clients", 0.8),
-    "sage/cifar10-mini": ("sage", "clients", 0.9),
+    "sage/cifar10-mini": ("sage", "clients", 0.8),
     "sage/svhn-mini": ("sage", "clients", 0.95),
     "sage/fashion-server-mini": ("sage", "server", 0.8),
     "proxyfl/fashion-server-mini": ("proxyfl", "server", 0.8),
