@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from semifed.assembly import assemble
+from semifed.engines.letters import workplace
 from semifed.errors import UserError
 from semifed.models.network import build_network
 from semifed.net import Net
 from semifed.process import computes_bfloat16
+from semifed.run import setting_of
 from toys import Outcome, equal_weights, meaningful, run_toy, toy_parts, toy_recipe
 
 
@@ -104,6 +106,7 @@ def run_in(precision: str, method: str, labels: str, out: Path, **changes: Any) 
     return run_toy(toy_parts(toy_recipe(method, labels, tables, rounds=2)), out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "labels"), meaningful())
 def test_every_method_trains_in_it(method: str, labels: str, tmp_path: Path) -> None:
     outcome = run_in("bfloat16", method, labels, tmp_path / "lower")
@@ -119,14 +122,18 @@ def test_it_changes_numbers_but_not_with_the_number_of_workers(tmp_path: Path) -
     assert equal_weights(one.weights, two.weights)
 
 
-def test_a_processor_that_cannot_is_told_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_cannot_is_told_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess(command, returncode=-4)  # killed by an illegal instruction
 
     parts = toy_parts(toy_recipe("fedavg", "clients", LOWER))
     computes_bfloat16.cache_clear()
     monkeypatch.setattr(subprocess, "run", dies)
-    complaint = "model.precision: bfloat16 does not work on the cpu here; use float32"
-    with pytest.raises(UserError, match=re.escape(complaint)):
-        assemble(parts)
-    computes_bfloat16.cache_clear()
+    complaint = re.escape("model.precision: bfloat16 does not work on the cpu here; use float32")
+    try:
+        with pytest.raises(UserError, match=complaint):
+            assemble(parts)
+        with pytest.raises(UserError, match=complaint):  # a client elsewhere has a processor of its own
+            workplace(setting_of(parts))
+    finally:
+        computes_bfloat16.cache_clear()

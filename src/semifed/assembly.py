@@ -134,10 +134,7 @@ def privacy_of(recipe: Recipe, method: AnyMethod) -> Privacy | None:
 def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     """The network and the tests of a run: whatever does not fit the data fails here, before anything is written."""
     recipe, scenario = parts.recipe, parts.scenario
-    if recipe.engine.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("engine.device: PyTorch finds no GPU here; use 'cpu', or install PyTorch's build for your GPU")
-    if recipe.model.precision == "bfloat16" and not computes_bfloat16(recipe.engine.device):
-        raise UserError(f"model.precision: bfloat16 does not work on the {recipe.engine.device} here; use float32")
+    refuse_what_is_missing(recipe)
     images = scenario.dataset.x_train
     tests = recipe.evaluate
     evaluator = Evaluator(
@@ -160,6 +157,15 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     for view in (scenario.views.weak, scenario.views.strong):
         view(images[:2], torch_stream(0))
     return net, evaluator
+
+
+def refuse_what_is_missing(recipe: Recipe) -> None:
+    """A `UserError` where this machine lacks the device or the arithmetic that a recipe asks for."""
+    device = recipe.engine.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("engine.device: PyTorch finds no GPU here; use 'cpu', or install PyTorch's build for your GPU")
+    if recipe.model.precision == "bfloat16" and not computes_bfloat16(device):
+        raise UserError(f"model.precision: bfloat16 does not work on the {device} here; use float32")
 
 
 def optimiser(recipe: Recipe) -> Optimiser:

@@ -47,8 +47,10 @@ def write_noise(path: Path, images: int, shape: Sequence[int], tests: int) -> No
 
 
 _FASHION_CLIENTS = ("scenario.clients=100", "clients_per_round=10", "scenario.labelled_per_class=100")
-_CIFAR_CLIENTS = ("scenario.clients=20", "clients_per_round=4", "scenario.subset=10000")
-_CIFAR_CLIENTS += ("model.input_size=32", "local.steps=20", "local.batch=16", "local.unlabelled_ratio=2")
+_CIFAR_CLIENTS = (
+    *("scenario.clients=20", "clients_per_round=4", "scenario.subset=10000"),
+    *("model.input_size=32", "local.steps=20", "local.batch=16", "local.unlabelled_ratio=2"),
+)
 
 FIXMATCH_CNN = Workload(
     "FixMatch, CNN 16-32-64", "sage/fashion-mini", ("method=fixmatch-lpl", *_FASHION_CLIENTS), FASHION

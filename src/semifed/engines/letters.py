@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from semifed.assembly import build_workplace
+from semifed.assembly import build_workplace, refuse_what_is_missing
 from semifed.client_round import ClientRecord, Reply, Task, Workplace, client_round, too_few_images
 from semifed.data.client import ClientData
 from semifed.errors import ClientFailure
@@ -63,7 +63,9 @@ class Setting(NamedTuple):
 def workplace(setting: Setting) -> Workplace:
     """What acts as a client; a process that answers several letters of a run builds it once."""
     normalised = Normalisation(setting.mean, setting.std)
-    return build_workplace(setting.parsed(), setting.shape, len(setting.names), normalised)
+    recipe = setting.parsed()
+    refuse_what_is_missing(recipe)  # this machine may be another than the server's
+    return build_workplace(recipe, setting.shape, len(setting.names), normalised)
 
 
 def order(setting: Setting, run: str, task: Task, down: Any, *, left: int, finished: int) -> Letter:
