@@ -48,14 +48,17 @@ def test_resnet8_has_the_size_of_sage(classes: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "side"), [((32, 32), 16), ((12, 9), 3), ((8, 8), 8)])
-def test_resnet8_looks_at_means_over_areas_of_larger_images(size: tuple[int, int], side: int) -> None:
+@pytest.mark.parametrize(("name", "width"), [("cnn", (4, 4, 4)), ("resnet8", 0.25), ("wrn-28-2", 0.25)])
+def test_larger_images_are_seen_as_means_over_areas(
+    name: str, width: float | tuple[int, ...], size: tuple[int, int], side: int
+) -> None:
     images = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(2))
     areas = [
         [rows.mean((-2, -1)) for rows in part.tensor_split(side, dim=-1)] for part in images.tensor_split(side, dim=-2)
     ]
     shrunk = torch.stack([torch.stack(row, dim=-1) for row in areas], dim=-2)  # [3, 3, side, side]
-    with_size = build("resnet8", size=size, width=0.25, input_size=side).eval()
-    without = build("resnet8", size=(side, side), width=0.25).eval()
+    with_size = build(name, size=size, width=width, input_size=side).eval()
+    without = build(name, size=(side, side), width=width).eval()
     torch.testing.assert_close(with_size(images).logits, without(shrunk).logits)
 
 

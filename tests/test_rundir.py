@@ -156,6 +156,24 @@ def test_a_resumed_run_keeps_its_recipe(
     assert "another --out" in outcome.err
 
 
+def test_a_key_that_came_later_is_at_its_default_in_older_runs(tmp_path: Path) -> None:
+    def recipe(precision: str) -> Recipe:
+        tables = tiny_tables()
+        return check_recipe({**tables, "model": {**tables["model"], "precision": precision}})
+
+    rundir = RunDirectory(tmp_path / "run")
+    rundir.open(recipe("float32"), resume=False)
+    rundir.close()
+    stored = tmp_path / "run" / "recipe.toml"
+    text = stored.read_text()
+    assert 'precision = "float32"\n' in text
+    stored.write_text(text.replace('precision = "float32"\n', ""))
+    rundir.open(recipe("float32"), resume=True)
+    rundir.close()
+    with pytest.raises(UserError, match=r"was started with model\.precision = 'float32', now it is 'bfloat16'"):
+        rundir.open(recipe("bfloat16"), resume=True)
+
+
 def test_only_the_engine_may_change(tmp_path: Path, checked: Recipe) -> None:
     rundir = RunDirectory(tmp_path / "run")
     rundir.open(checked, resume=False)

@@ -49,5 +49,5 @@ def computes_bfloat16(device: str) -> bool:
     another process tries one.
     """
     if device == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True).returncode == 0

@@ -328,3 +328,14 @@ def check_recipe(tables: Mapping[str, Any], *, for_training: bool = True) -> Rec
     else:
         recipe.build_method()
     return recipe
+
+
+def with_later_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored recipe with the keys that came after it at their defaults, which is how it ran.
+
+    What is no recipe of today is given back as it is.
+    """
+    try:
+        return Recipe.model_validate(tuples(dict(tables))).model_dump(exclude_none=True, mode="json")
+    except ValidationError:
+        return dict(tables)

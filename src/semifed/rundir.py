@@ -22,7 +22,7 @@ from semifed.checkpoint import Checkpoint
 from semifed.complaint import shown
 from semifed.durable import PARTIAL, not_written, write_atomically
 from semifed.errors import UserError
-from semifed.recipe import Recipe
+from semifed.recipe import Recipe, with_later_keys
 from semifed.wire import Weights
 
 
@@ -73,7 +73,7 @@ class RunDirectory:
             raise UserError(f"{self.path} holds no run to resume (no recipe.toml)") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{stored} is damaged, so the run cannot be resumed: {error}") from None
-        _refuse_change(tables, recipe.plain(), self.path)
+        _refuse_change(with_later_keys(tables), recipe.plain(), self.path)
 
     def _refuse_what_is_there(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -60,11 +60,33 @@ class Backbone(nn.Module):
         return self.trainable_part(self.frozen_part(x))
 
 
-class CNN(Backbone):
-    """Three blocks of conv 3x3 - batch norm - ReLU - max-pool 2, then the global mean."""
+class Convolutional(Backbone):
+    """Trained from scratch on images, which it shrinks to `input_size` pixels a side first, if that is given.
+
+    At half of the side a network does a quarter of the work.
+    """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
+        side = setting.input_size
+        if side is not None and side > min(setting.size):
+            height, breadth = setting.size
+            raise UserError(
+                f"model.input_size: images are shrunk to it, and these have {height} x {breadth} pixels; "
+                f"use at most {min(setting.size)}, or leave it out"
+            )
+        self.size = setting.size if side is None else (side, side)  # of what it looks at
+
+    def frozen_part(self, x: Tensor) -> Tensor:
+        """The images, or means over areas of their pixels."""
+        return x if x.shape[2:] == self.size else F.adaptive_avg_pool2d(x, self.size)
+
+
+class CNN(Convolutional):
+    """Three blocks of conv 3x3 - batch norm - ReLU - max-pool 2, then the global mean."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         widths = _block_widths((32, 64, 128) if setting.width is None else setting.width)
         self.features = widths[-1]
         self.convs = nn.ModuleList(
@@ -72,7 +94,7 @@ class CNN(Backbone):
         )
         self.norms = nn.ModuleList(BatchNorm(after) for after in widths)
         self.pools: list[tuple[int, int]] = []
-        height, breadth = setting.size
+        height, breadth = self.size
         for _ in widths:
             # A side that is down to one pixel is pooled no further.
             pool = (min(2, height), min(2, breadth))
@@ -87,21 +109,11 @@ class CNN(Backbone):
         return maps.mean((2, 3))
 
 
-class ResNet8(Backbone):
-    """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4.
-
-    Larger images are shrunk to `input_size` pixels a side first, if one is given: a quarter of the work at half of it.
-    """
+class ResNet8(Convolutional):
+    """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__()
-        self.side = setting.input_size
-        if self.side is not None and self.side > min(setting.size):
-            height, breadth = setting.size
-            raise UserError(
-                f"model.input_size: resnet8 shrinks images to it, and these have {height} x {breadth} pixels; "
-                f"use at most {min(setting.size)}, or leave it out"
-            )
+        super().__init__(setting)
         widths = _stage_widths(4 if setting.width is None else setting.width)
         self.features = widths[-1]
         self.conv = _conv3(setting.channels, widths[0])
@@ -111,10 +123,6 @@ class ResNet8(Backbone):
             BasicBlock(widths[0], widths[1], stride=2),
             BasicBlock(widths[1], widths[2], stride=2),
         )
-
-    def frozen_part(self, x: Tensor) -> Tensor:
-        """The images, or means over areas of their pixels."""
-        return x if self.side is None else F.adaptive_avg_pool2d(x, self.side)
 
     def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
@@ -145,7 +153,7 @@ class BasicBlock(nn.Module):
         return F.relu(out, inplace=True)
 
 
-class WideResNet28(Backbone):
+class WideResNet28(Convolutional):
     """WRN-28 (Zagoruyko and Komodakis 2016) as in OpenMatch and SSB; `width` is the widening factor.
 
     Where a block changes the shape, its first conv and its shortcut both take the activated input.
@@ -154,7 +162,7 @@ class WideResNet28(Backbone):
     """
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__()
+        super().__init__(setting)
         widths = _stage_widths(2 if setting.width is None else setting.width)
         self.features = widths[-1]
         self.conv = _conv3(setting.channels, 16)

@@ -95,7 +95,7 @@ class _Family(NamedTuple):
     conv: Initialiser
     linear: Initialiser
     zero_bias: bool
-    keys: tuple[str, ...] = ("width",)  # of [model], that shape its backbone
+    keys: tuple[str, ...] = ("width", "input_size")  # of [model], that shape its backbone
 
 
 _PRETRAINED_KEYS = ("weights", "input_size", "trainable")
@@ -115,7 +115,6 @@ _FAMILIES = {
         _kaiming_fan_out,
         _uniform_fan_in,
         zero_bias=False,
-        keys=("width", "input_size"),
     ),
     "wrn-28-2": _Family(
         "wide ResNet of 28 layers, width = widening factor (default 2); OpenFL, SemiFL, SSB; wants a GPU",
@@ -130,6 +129,7 @@ _FAMILIES = {
         _uniform_fan_in,
         _uniform_fan_in,
         zero_bias=False,
+        keys=("width",),
     ),
     "efficientnet-lite0": _Family(
         "EfficientNet-Lite0 with ImageNet weights, frozen but its last stage; needs semifed[efficientnet]",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from semifed.recipe import with_later_keys
 from semifed.report.figures import Point
 from semifed.report.gap import CEILING, FLOOR, gap_caveat, gap_shares, gaps, refuse_unknown
 from semifed.report.reach import AGAINST, Reach, first_reached, levels_of, reaches, refuse_lone_reference
@@ -186,7 +187,7 @@ def _names_block(key: str) -> bool:
 
 def _compared(recipe: Mapping[str, Any]) -> dict[str, Hashable]:
     """The recipe as dotted keys, without what may differ between seeds of one row."""
-    return {key: value for key, value in _flat(recipe) if key != "seed" and _table(key) != "engine"}
+    return {key: value for key, value in _flat(with_later_keys(recipe)) if key != "seed" and _table(key) != "engine"}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Hashable]]:
