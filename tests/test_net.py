@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from semifed.models.batchnorm import BatchNorm
 from semifed.models.network import build_network
 from semifed.net import FrozenNet, Net
 from toys import equal_weights
@@ -67,6 +68,23 @@ def test_a_frozen_copy_neither_learns_nor_follows() -> None:
     net.load({name: tensor + 1 for name, tensor in net.state().items()})
     torch.testing.assert_close(teacher(images(4)).logits, before.logits)
     assert all(parameter.requires_grad for parameter in net.named_parameters().values())
+
+
+@pytest.mark.parametrize("batchnorm", ["static", "tracked"])
+def test_a_teacher_may_normalise_by_its_batch_and_remembers_nothing_of_it(batchnorm: str) -> None:
+    net = small_net(batchnorm)
+    for layer in net.network.modules():
+        if isinstance(layer, BatchNorm):
+            layer.running_mean.fill_(0.5)
+    before = net.state()
+    teacher = net.frozen("batch")
+    first = teacher(3 + images(6)).logits
+    assert torch.equal(first, teacher(3 + images(6)).logits)
+    assert not first.requires_grad
+    assert not torch.allclose(first, net.frozen()(3 + images(6)).logits, atol=1e-3)
+    assert equal_weights(before, net.state())
+    net.network.train()
+    assert torch.equal(first, net(3 + images(6)).logits.detach())
 
 
 def test_a_state_is_a_copy() -> None:

@@ -10,6 +10,7 @@ precision, so do answers, and whatever is no step of training (tests, gates, sta
 import copy
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from semifed.models.stem_cache import StemCache
 from semifed.wire import Weights
 
 HOME = torch.device("cpu")  # where methods compute
+Statistics = Literal["averaged", "batch"]
 STEM_BYTES = 2**29  # of frozen maps that a process keeps; images beyond are computed again
 
 
@@ -107,9 +109,15 @@ class Net:
         matrices = [name for name, tensor in self.network.classifier.named_parameters() if tensor.ndim > 1]
         return f"classifier.{matrices[-1]}"
 
-    def frozen(self) -> "FrozenNet":
-        """A copy of the network as it is now, in evaluation mode and without gradients: a teacher."""
-        return FrozenNet(self._copy(), self.device, self.precision)
+    def frozen(self, statistics: Statistics = "averaged") -> "FrozenNet":
+        """A copy of the network as it is now, without gradients: a teacher.
+
+        It normalises by the statistics it has, or by those of the batch it is asked about.
+        """
+        copied = self._copy()
+        if statistics == "batch":
+            set_batchnorm(copied, "static")  # looks at batches and remembers nothing of them
+        return FrozenNet(copied.train(statistics == "batch"), self.device, self.precision)
 
     def learners(self) -> dict[str, nn.Parameter]:
         """What the optimiser moves, by name, where the network is."""
@@ -195,13 +203,13 @@ class FrozenNet:
     """A network that only answers: the teacher of training steps, and computed as they are."""
 
     def __init__(self, network: Network, device: torch.device = HOME, precision: torch.dtype = torch.float32) -> None:
-        self._network = network.eval().requires_grad_(False)
+        self._network = network.requires_grad_(False)
         self._device = device
         self._precision = precision
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Output:
-        """Outputs in evaluation mode, no gradient."""
+        """Outputs without gradient."""
         with computing(self._device, self._precision):
             return _home(self._network(images.to(self._device)))
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Loss
 from semifed.method import Method, NonNegative, Share
-from semifed.net import Net
+from semifed.net import Net, Statistics
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up, Visit
 from semifed.targets import Targets, asked
@@ -24,11 +24,12 @@ class FixMatchGPL(Method[Server, Down, Up, Teacher]):
     threshold: Share = 0.95  # tau
     unlabelled_weight: NonNegative = 1.0  # lambda_u
     soft: bool = False  # SAGE, Table 5: probabilities instead of one-hot labels
+    statistics: Statistics = "averaged"  # by which the received model normalises; "batch": as the local one does
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Teacher, Nothing]:
-        return Local(data, Teacher(net.frozen()), Nothing())
+        return Local(data, Teacher(net.frozen(self.statistics)), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Teacher) -> Loss:
         # The weak views are in the pass for their batch-norm statistics: only the labels' source differs from LPL.

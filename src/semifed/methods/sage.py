@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.method import Method, NonNegative, Share
-from semifed.net import Net
+from semifed.net import Net, Statistics
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Server, Teacher, Up, Visit
 from semifed.targets import KAPPA, Trust, asked, confidence_gap, gap_mixing, targets
@@ -30,12 +30,13 @@ class SAGE(Method[Server, Down, Up, Teacher]):
     # and 1 leaves the local label alone: without CDSC.
     mixing: Literal["gap"] | Share = "gap"
     soft: bool = False  # Table 5: probabilities instead of one-hot labels
+    statistics: Statistics = "averaged"  # by which the received model normalises; "batch": as the local one does
     weigh: Literal["images", "learnt"] = "images"  # a client counts by all it holds, or by what really taught it
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Teacher, Nothing]:
-        return Local(data, Teacher(net.frozen()), Nothing())
+        return Local(data, Teacher(net.frozen(self.statistics)), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Teacher) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
