@@ -72,6 +72,7 @@ def test_every_cell_has_sages_method(table: str, data: str, alpha: str) -> None:
         "collaborative": True,
         "mixing": "gap",
         "soft": False,
+        "statistics": "averaged",
         "weigh": "images",
     }
 
@@ -169,11 +170,11 @@ def test_table_4_puts_sage_into_another_method(data: str, method: str) -> None:
     assert all(key.startswith("method.") for key in changes(base, name))
 
 
-@pytest.mark.parametrize("method", ["fixmatch-lpl", "fixmatch-gpl"])
-def test_table_5_makes_labels_soft(method: str) -> None:
+@pytest.mark.parametrize(("method", "further"), [("fixmatch-lpl", {}), ("fixmatch-gpl", {"statistics": "averaged"})])
+def test_table_5_makes_labels_soft(method: str, further: dict[str, str]) -> None:
     base, name = "sage/table1-cifar100-a0.1", f"sage/table5-cifar100-{method}-soft"
     options = load_recipe(name).plain()["method"]
-    assert options == {"name": method, "threshold": 0.95, "unlabelled_weight": 1.0, "soft": True}
+    assert options == {"name": method, "threshold": 0.95, "unlabelled_weight": 1.0, "soft": True} | further
     assert all(key.startswith("method.") for key in changes(base, name))
 
 
