@@ -97,6 +97,8 @@ def agreement_by_loop(clients: list[Labelled]) -> dict[str, Any]:
     gaps: dict[str, list[float]] = {"mean": [], "majority": [], "minority": []}
     shares: dict[str, list[float]] = {"mean": [], "majority": [], "minority": []}
     same, ranks = [], {"local": [], "received": []}  # type: ignore[var-annotated]
+    groups = ("both_sure", "only_local_sure", "only_received_sure", "none")
+    right: dict[str, list[tuple[bool, bool, bool]]] = {name: [] for name in groups}
     for one in clients:
         local, received = one.pseudo.local, one.pseudo.received
         assert local is not None
@@ -105,6 +107,9 @@ def agreement_by_loop(clients: list[Labelled]) -> dict[str, Any]:
             p_l, p_g = local.probabilities[index].tolist(), received.probabilities[index].tolist()
             mine, theirs = p_l.index(max(p_l)), p_g.index(max(p_g))
             same.append(float(mine == theirs))
+            true, given_ = int(one.truth[index]), int(one.pseudo.label[index])
+            group = groups[(0 if received.sure[index] else 1) if local.sure[index] else 2 if received.sure[index] else 3]
+            right[group].append((mine == true, theirs == true, given_ == true))
             if local.sure[index]:
                 gap = abs(max(p_l) - max(p_g)) + 1e-6
                 kinds = ["mean"]
@@ -130,6 +135,15 @@ def agreement_by_loop(clients: list[Labelled]) -> dict[str, Any]:
             "local_ranks": histogram(ranks["local"]),
             "received_ranks": histogram(ranks["received"]),
         },
+        **{
+            name: {
+                "share": mean([float(name == other) for other, own in right.items() for _ in own]),
+                "local": mean([float(one[0]) for one in right[name]]),
+                "received": mean([float(one[1]) for one in right[name]]),
+                "given": mean([float(one[2]) for one in right[name]]),
+            }
+            for name in groups[:3]
+        },
     }
 
 
@@ -137,7 +151,7 @@ def agreement_by_loop(clients: list[Labelled]) -> dict[str, Any]:
 def test_every_number_is_that_of_a_loop(seed: int, sizes: list[tuple[int, int]]) -> None:
     clients = [client_of(seed + 5 * index, n, labels=k) for index, (n, k) in enumerate(sizes)]
     found = compare_opinions(clients)
-    assert found.keys() == {"local", "received", "gap", "mixing", "agreement"}
+    assert found.keys() == {"local", "received", *agreement_by_loop(clients)}
     assert found["local"] == side_by_loop(clients, "local")
     assert found["received"] == side_by_loop(clients, "received")
     for name, expected in agreement_by_loop(clients).items():
@@ -309,6 +323,8 @@ def test_the_report_draws_both_opinions(tmp_path: Path) -> None:
     assert titles == [
         "Images with a sure label",
         "Sure labels that are right",
+        "Images by who is sure of them",
+        "Right labels by who is sure",
         "Gap of confidence, ΔC",
         "Say of the local model, λ",
         "Agreement",
@@ -323,6 +339,8 @@ def test_the_report_draws_both_opinions(tmp_path: Path) -> None:
     assert f"both together, as used <b>{100 * used['accuracy']:.1f}</b>" in shown
     assert f"received model <b>{100 * last['received']['accuracy']:.1f}</b>" in shown
     assert f"all images: both name one class <b>{100 * last['agreement']['same']:.1f}</b>" in shown
+    assert f"only the local model <b>{100 * last['only_local_sure']['share']:.1f}</b>" in shown
+    assert f"both models <b>{100 * last['both_sure']['given']:.1f}</b>" in shown
     ranks = last["agreement"]["local_ranks"]
     assert f"among the received model&#39;s classes <b>{100 * ranks[0] / sum(ranks):.1f}</b>" in shown
 

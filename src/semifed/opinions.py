@@ -36,6 +36,9 @@ class _Both(NamedTuple):
     received_sure: Tensor  # [n] bool
     local_rank: Tensor  # [n], of the local label among the received model's classes
     received_rank: Tensor  # [n], of the received label among the local model's classes
+    local_right: Tensor  # [n] bool
+    received_right: Tensor  # [n] bool
+    given_right: Tensor  # [n] bool, the label the image was trained towards
     standing: Tensor  # [n]: 1 a majority class of the client by the local label, 0 a minority class, -1 not known
 
 
@@ -104,6 +107,9 @@ def _both(client: Labelled, local: Opinion | None, received: Opinion | None) -> 
         received.sure,
         rank_of(local.label, received.probabilities),
         rank_of(received.label, local.probabilities),
+        local.label == client.truth,
+        received.label == client.truth,
+        client.pseudo.label == client.truth,
         unknown if client.majority is None else client.majority[local.label].long(),
     )
 
@@ -120,6 +126,19 @@ def _agreement(both: _Both) -> dict[str, Any]:
             "local_ranks": _histogram(both.local_rank[both.local_sure]),
             "received_ranks": _histogram(both.received_rank[both.received_sure]),
         },
+        "both_sure": _rightness(both, both.local_sure & both.received_sure),
+        "only_local_sure": _rightness(both, both.local_sure & ~both.received_sure),
+        "only_received_sure": _rightness(both, ~both.local_sure & both.received_sure),
+    }
+
+
+def _rightness(both: _Both, group: Tensor) -> dict[str, float | None]:
+    """How many images a group has, and how often each model's label and the one in use are right there."""
+    return {
+        "share": _mean(group),
+        "local": _mean(both.local_right[group]),
+        "received": _mean(both.received_right[group]),
+        "given": _mean(both.given_right[group]),
     }
 
 

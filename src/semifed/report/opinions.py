@@ -11,6 +11,11 @@ from semifed.report.words import count
 
 _SIDES = (("local model", "local"), ("received model", "received"))
 _STANDINGS = (("all images", "mean"), ("local majority classes", "majority"), ("local minority classes", "minority"))
+_SURE = (
+    ("both models", "both_sure"),
+    ("only the local model", "only_local_sure"),
+    ("only the received model", "only_received_sure"),
+)
 _RANKINGS = (
     ("local labels among the received model's classes", "local_ranks"),
     ("received labels among the local model's classes", "received_ranks"),
@@ -24,13 +29,13 @@ def opinion_charts(run: Run) -> list[Chart]:
     rounds = [line for line in run.rounds if line.opinions]
     both = any({"local", "received"} <= line.opinions.keys() for line in rounds)
     entropies = [
-        _chart("Entropy of predictions", "mean over images, in nats", _SIDES, rounds, _of_side("entropy")),
+        _chart("Entropy of predictions", "mean over images, in nats", _SIDES, rounds, _of_table("entropy")),
         _chart(
             "Entropy of labels",
             "of how often each class is named, by client, in nats",
             _SIDES,
             rounds,
-            _of_side("class_entropy"),
+            _of_table("class_entropy"),
         ),
     ]
     found = [*_labels(rounds), *_discrepancy(rounds), *_agreement(rounds), *entropies] if both else entropies
@@ -51,6 +56,13 @@ def _labels(rounds: Sequence[RoundLine]) -> list[Chart | None]:
     return [
         _chart("Images with a sure label", "a round", lines, rounds, sure, show=lambda _, value: count(value)),
         _chart("Sure labels that are right", "in percent", lines, rounds, accuracy, percent=True, show=as_percent),
+        *(
+            _chart(title, note, _SURE, rounds, _of_table(quantity), percent=True, show=as_percent)
+            for title, note, quantity in (
+                ("Images by who is sure of them", "in percent of those seen", "share"),
+                ("Right labels by who is sure", "of the labels in use, in percent", "given"),
+            )
+        ),
     ]
 
 
@@ -101,8 +113,8 @@ def _rank_chart(rounds: Sequence[RoundLine]) -> Chart | None:
     )
 
 
-def _of_side(quantity: str) -> Value:
-    return lambda line, side: line.opinions.get(side, {}).get(quantity)
+def _of_table(quantity: str) -> Value:
+    return lambda line, table: line.opinions.get(table, {}).get(quantity)
 
 
 def _chart(
