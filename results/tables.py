@@ -1,6 +1,6 @@
 """Tables of `results/` from run directories: one CSV line a run, one Markdown line a method and scenario.
 
-    python results/tables.py STEM --floor METHOD --ceiling METHOD --vary KEY --vary KEY RUNS...
+    python results/tables.py STEM --floor METHOD --ceiling METHOD --vary KEY --vary KEY [--add] RUNS...
 
 writes STEM.csv (every run), STEM.curves.csv (metrics by round, mean over seeds) and prints the Markdown table.
 KEY is a dotted path into the recipe, such as scenario.partition or scenario.alpha. A run is called by its method and
@@ -8,6 +8,7 @@ those of its fields that are not at their defaults: `openfl statistic=all`. Batc
 (`batchnorm=tracked`) and clients without unknown classes (`classes=known`) set runs apart where
 they differ. Floor and ceiling are names of methods or such labels; the ceiling may deliver an average of its model
 (`fedavg-sl ema=0.9`). The share of the gap is computed seed by seed, over the seeds that have floor and ceiling.
+With --add the runs join those that STEM.csv and STEM.curves.csv hold, whose directories need not be kept.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from semifed.report.gap import gap_caveat, gap_shares, gaps
 LABEL_BUDGETS = ("scenario.labelled_per_class", "scenario.labelled_fraction")  # all labels are open to the ceiling
 METRICS = ("accuracy", "auroc_seen", "auroc_overall")
 Scenario = tuple[Any, ...]
+Curves = dict[str, dict[tuple[str, int], float]]  # by method and scenario, then by metric and round
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--last-ten", action="store_true", help="gains by the mean of the last ten tests, where the rate is constant"
     )
+    parser.add_argument("--add", action="store_true", help="keep the runs that STEM.csv has")
     asked = parser.parse_args(arguments)
     vary: list[str] = asked.vary or ["dataset"]
     found = {path.resolve(): path.parent for root in asked.runs for path in sorted(root.rglob("summary.json"))}
     runs = without_common([read(path, vary) for path in found.values()])
+    earlier = earlier_runs(asked.stem.with_suffix(".csv"), vary) if asked.add else []
+    curves = earlier_curves(asked.stem.with_suffix(".curves.csv")) if asked.add else {}
+    runs += earlier
     if not runs:
         sys.exit("no finished run found")
     refuse_mixtures(runs)
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counted = "metrics_last10" if asked.last_ten else "metrics"
     table = Table(runs, vary, metrics, asked.floor, asked.ceiling, counted)
     table.write_runs(asked.stem.with_suffix(".csv"))
-    table.write_curves(asked.stem.with_suffix(".curves.csv"))
+    table.write_curves(asked.stem.with_suffix(".curves.csv"), curves)
     table.print()
 
 
@@ -107,6 +113,57 @@ def read(path: Path, vary: Sequence[str]) -> Run:
         reduced=tuple(lookup(recipe, key) for key in vary if key not in LABEL_BUDGETS),
         seed=int(recipe.get("seed", 0)),
     )
+
+
+def earlier_runs(path: Path, vary: Sequence[str]) -> list[Run]:
+    """The runs of a table written before: their ends without their rounds."""
+    found = []
+    with open(path, newline="") as file:
+        for line in csv.DictReader(file):
+            names = [key for key in line if key not in ("method", "seed", "seconds", "bytes_up", *vary)]
+            values = {key: float(line[key]) for key in names if line[key]}
+            ten = {key.removesuffix("_last10"): value for key, value in values.items() if key.endswith("_last10")}
+            last = {key: value for key, value in values.items() if not key.endswith("_last10")}
+            name, *extras = line["method"].split(" ")
+            found.append(
+                Run(
+                    path=path,
+                    recipe={},
+                    summary={
+                        "metrics": last,
+                        "metrics_last10": ten,
+                        "seconds": float(line["seconds"]),
+                        "bytes_up": int(line["bytes_up"]),
+                    },
+                    rounds=[],
+                    method=name,
+                    extras=dict(extra.split("=", 1) for extra in extras),
+                    scenario=tuple(read_back(line[key]) for key in vary),
+                    reduced=tuple(read_back(line[key]) for key in vary if key not in LABEL_BUDGETS),
+                    seed=int(line["seed"]),
+                )
+            )
+    return found
+
+
+def earlier_curves(path: Path) -> Curves:
+    """The curves written before, means over the seeds of then."""
+    curves: Curves = {}
+    with open(path, newline="") as file:
+        for line in csv.DictReader(file):
+            cell = line.pop("metric"), int(line.pop("round"))
+            for column, value in line.items():
+                if value:
+                    curves.setdefault(column, {})[cell] = float(value)
+    return curves
+
+
+def read_back(text: str) -> Any:
+    """A value of a recipe from what `shown` made of it."""
+    try:
+        return None if text == shown(None) else float(text)
+    except ValueError:
+        return text
 
 
 def without_common(runs: list[Run]) -> list[Run]:
@@ -140,6 +197,8 @@ def refuse_mixtures(runs: Sequence[Run]) -> None:
     seen: dict[tuple[Any, ...], Run] = {}
     for run in runs:
         first = seen.setdefault((run.label, run.scenario, run.seed), run)
+        if first is not run and not (first.rounds and run.rounds):
+            sys.exit(f"{run.path} already has {run.label}, seed {run.seed}, which {first.path} would add")
         if first is not run:
             old, new = flat(first.recipe), flat(run.recipe)
             keys = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not key.startswith("engine.")]
@@ -216,15 +275,19 @@ class Table:
                 cost = [f"{run.summary['seconds']:.1f}", run.summary["bytes_up"]]
                 writer.writerow([run.label, *map(shown, run.scenario), run.seed, *last, *ten, *cost])
 
-    def write_curves(self, path: Path) -> None:
+    def write_curves(self, path: Path, earlier: Curves) -> None:
         """The metrics by round, mean over seeds, one column a method and scenario."""
         columns: dict[str, dict[tuple[str, int], list[float]]] = {}
         for run in self.runs:
-            column = columns.setdefault(" ".join([run.label, *map(shown, run.scenario)]), {})
+            name = " ".join([run.label, *map(shown, run.scenario)])
+            column = columns.setdefault(name, {})
             for line in run.rounds:
                 for metric in self.metrics:
                     if (value := line["metrics"].get(metric)) is not None:
                         column.setdefault((metric, line["round"]), []).append(value)
+            if not run.rounds:  # an earlier run: of its curve only the mean over the seeds of then is left
+                for cell, value in earlier.get(name, {}).items():
+                    column.setdefault(cell, []).append(value)
         cells = {cell for column in columns.values() for cell in column}
         with open(path, "w", newline="") as file:
             writer = csv.writer(file)

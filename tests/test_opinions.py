@@ -108,7 +108,9 @@ def agreement_by_loop(clients: list[Labelled]) -> dict[str, Any]:
             mine, theirs = p_l.index(max(p_l)), p_g.index(max(p_g))
             same.append(float(mine == theirs))
             true, given_ = int(one.truth[index]), int(one.pseudo.label[index])
-            group = groups[(0 if received.sure[index] else 1) if local.sure[index] else 2 if received.sure[index] else 3]
+            group = groups[
+                (0 if received.sure[index] else 1) if local.sure[index] else 2 if received.sure[index] else 3
+            ]
             right[group].append((mine == true, theirs == true, given_ == true))
             if local.sure[index]:
                 gap = abs(max(p_l) - max(p_g)) + 1e-6

@@ -3,6 +3,7 @@
 import csv
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,21 @@ def test_files_hold_every_run_and_round(tables: Tables) -> None:
         ("accuracy", "2", "0.5500"),
         ("auroc_seen", "2", "0.2750"),
     ]
+
+
+def test_runs_may_join_those_of_an_earlier_table(tables: Tables) -> None:
+    write_runs(tables.top, "server-only", {0: 0.4, 1: 0.3})
+    write_runs(tables.top, "fedavg-sl", {0: 0.8, 1: 0.7}, fields={"ema": 0.9})
+    write_runs(tables.top, "openfl", {0: 0.5, 1: 0.6, 2: 0.9})
+    arguments = ("--vary", "scenario.partition", "--vary", "scenario.alpha")
+    together = tables.make(*arguments)
+    lines, curves = tables.csv, tables.curves
+    late = [path for path in sorted(tables.top.iterdir()) if 'name = "openfl"' in (path / "recipe.toml").read_text()]
+    late[0].rename(tables.top.parent / "elsewhere")  # seed 0 joins the others later
+    tables.make(*arguments)
+    shutil.rmtree(tables.top)
+    (tables.top.parent / "elsewhere").rename(tables.top)
+    assert tables.make(*arguments, "--add") == together
+    assert (tables.csv, tables.curves) == (lines, curves)
+    with pytest.raises(SystemExit, match=r"out\.csv already has openfl, seed 0, which .*runs would add"):
+        tables.make(*arguments, "--add")
