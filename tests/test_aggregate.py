@@ -122,6 +122,17 @@ def test_averaging_nobody_keeps_the_received_weights() -> None:
     assert averaged(received, [], site()) is received
 
 
+@pytest.mark.parametrize("weight", [None, torch.tensor([0.5, 0.5], dtype=torch.float64)])
+def test_clients_that_learnt_nothing_change_nothing_not_even_statistics(weight: torch.Tensor | None) -> None:
+    received = {"kernel": torch.ones(2), "statistics": torch.zeros(2)}
+    seen = {"kernel": torch.ones(2), "statistics": torch.tensor([3.0, 4.0])}
+    place = site()
+    assert averaged(received, [Up(seen, torch.tensor(0.0))] * 2, place, weight) is received
+    assert "client_weights" not in place.notes
+    found = averaged(received, [Up(seen, torch.tensor(0.0)), Up(seen, torch.tensor(1.0))], place, weight)
+    assert found["statistics"].tolist() == [3.0, 4.0]
+
+
 @given(counts)
 def test_equal_shares_go_to_those_who_have_anything_to_tell(numbers: list[int]) -> None:
     found = equal_shares([float(number) for number in numbers]).tolist()

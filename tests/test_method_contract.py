@@ -127,6 +127,61 @@ def test_a_client_does_not_see_who_was_there_before(method: str, labels: str) ->
     assert equal_weights(before, to_arrays(down)), "a client changed what the server sent"
 
 
+def odd_clients(data: ClientData) -> dict[str, ClientData]:
+    """A client as it may be in real life: hardly anything is there, or not what one expects."""
+    one_class = data.labels == data.labels[0]
+    no_label = data._replace(labelled=data.labelled[:0], labels=data.labels[:0])
+    return {
+        "no label": no_label,
+        "labels of one class": data._replace(labelled=data.labelled[one_class], labels=data.labels[one_class]),
+        "one label, one image": data._replace(
+            labelled=data.labelled[:1], labels=data.labels[:1], unlabelled=data.unlabelled[:1]
+        ),
+        "more labels than images": data._replace(unlabelled=data.unlabelled[:2]),
+        "labels only": data._replace(unlabelled=data.unlabelled[:0]),
+        "one image without a label": no_label._replace(unlabelled=data.unlabelled[:1]),
+    }
+
+
+GATES = {"threshold": 1.0, "entropy_threshold": 0.0}  # what nobody passes
+
+
+def odd_cases() -> list[tuple[str, dict[str, float]]]:
+    """Every method with labels at the clients, its gates open as in all toys and, if it has any, shut."""
+    methods = [method for method, labels in meaningful() if labels == "clients"]
+    shut = {
+        name: {key: GATES[key] for key in GATES if key in {field.name for field in fields(method_class(name))}}
+        for name in methods
+    }
+    return [(name, {}) for name in methods] + [(name, gates) for name, gates in shut.items() if gates]
+
+
+@pytest.mark.parametrize(("method", "gates"), odd_cases())
+def test_odd_clients_answer_twice_and_can_be_averaged(method: str, gates: dict[str, float]) -> None:
+    parts = toy_parts(toy_recipe(method, "clients", {"scenario": {"labelled_per_class": 6}, "method": gates}))
+    place = build_workplace(parts.recipe, (1, 8, 8), 3)
+    loop = RoundLoop(parts, build_workplace(parts.recipe, (1, 8, 8), 3).net, *[None] * 4)  # type: ignore[arg-type]
+    server = parts.method.setup(loop.site.net.state(), loop.site)
+    down = parts.method.broadcast(server)
+    answers = {}
+    for name, data in odd_clients(parts.scenario.client(1)).items():
+        first = client_round(place, Task(1, 1, 0.05, None), down, data)
+        second = client_round(place, Task(2, 1, 0.05, first.held), down, data)
+        for reply in (first, second):
+            assert finite(reply.up), name
+        answers[name] = second.up
+    for ups in ([answers["one image without a label"]], list(answers.values()), []):
+        loop.site.round += 1
+        before, server = server, parts.method.aggregate(server, ups, loop.site)
+        assert finite(server)
+        if not any(float(up.samples) > 0 for up in ups):
+            assert equal_weights(server.weights, before.weights), "nobody learnt anything"
+
+
+def finite(payload: object) -> bool:
+    return all(bool(torch.isfinite(part.float()).all()) for part in to_arrays(payload).values())
+
+
 def comparable(record: ClientRecord) -> object:
     pseudo = {name: array.tolist() for name, array in to_arrays(record.pseudo).items()}
     return record._replace(pseudo=None, seconds=0.0), pseudo

@@ -156,22 +156,35 @@ def test_a_resumed_run_keeps_its_recipe(
     assert "another --out" in outcome.err
 
 
-def test_a_key_that_came_later_is_at_its_default_in_older_runs(tmp_path: Path) -> None:
-    def recipe(precision: str) -> Recipe:
+@pytest.mark.parametrize(
+    ("table", "usual", "other"),
+    [
+        ("model", {"precision": "float32"}, {"precision": "bfloat16"}),
+        ("method", {"name": "sage", "statistics": "averaged"}, {"name": "sage", "statistics": "batch"}),
+    ],
+)
+def test_a_key_that_came_later_is_at_its_default_in_older_runs(
+    table: str, usual: dict[str, str], other: dict[str, str], tmp_path: Path
+) -> None:
+    def recipe(keys: dict[str, str]) -> Recipe:
         tables = tiny_tables()
-        return check_recipe({**tables, "model": {**tables["model"], "precision": precision}})
+        own = keys if table == "method" else {**tables[table], **keys}
+        return check_recipe({**tables, table: own})
 
     rundir = RunDirectory(tmp_path / "run")
-    rundir.open(recipe("float32"), resume=False)
+    rundir.open(recipe(usual), resume=False)
     rundir.close()
     stored = tmp_path / "run" / "recipe.toml"
     text = stored.read_text()
-    assert 'precision = "float32"\n' in text
-    stored.write_text(text.replace('precision = "float32"\n', ""))
-    rundir.open(recipe("float32"), resume=True)
+    key = list(usual)[-1]
+    line = f'{key} = "{usual[key]}"\n'
+    assert line in text
+    stored.write_text(text.replace(line, ""))
+    rundir.open(recipe(usual), resume=True)
     rundir.close()
-    with pytest.raises(UserError, match=r"was started with model\.precision = 'float32', now it is 'bfloat16'"):
-        rundir.open(recipe("bfloat16"), resume=True)
+    told = rf"was started with {table}\.{key} = '{usual[key]}', now it is '{other[key]}'"
+    with pytest.raises(UserError, match=told):
+        rundir.open(recipe(other), resume=True)
 
 
 def test_only_the_engine_may_change(tmp_path: Path, checked: Recipe) -> None:

@@ -17,7 +17,7 @@ from semifed.fit import fit
 from semifed.methods.sage import SAGE
 from semifed.net import Net
 from semifed.payloads import Down, Teacher, Visit
-from toys import equal_weights, place_of, toy_parts, toy_recipe
+from toys import equal_weights, place_of, site_of, toy_parts, toy_recipe
 
 CLIENT = 1
 Array = NDArray[np.float64]
@@ -85,6 +85,7 @@ def sage_by_loop(
         {"mixing": 0.3, "kappa": 50.0},
         {"soft": True},
         {"collaborative": False, "mixing": 0.0, "soft": True},
+        {"statistics": "batch"},
     ],
 )
 @pytest.mark.parametrize("threshold", [0.0, 0.42, 0.5])
@@ -95,6 +96,7 @@ def test_the_objective(threshold: float, options: dict[str, Any]) -> None:
     views = [batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong]
     with torch.no_grad():
         whole = net.network(torch.cat(views)).logits.double()
+        teacher.network.train(method.statistics == "batch")
         received = teacher(batch.unlabelled.weak).logits.double().numpy()
     labelled, weak, strong = (part.numpy() for part in whole.split([len(view) for view in views]))
     expected, used = sage_by_loop(weak, received, threshold, method.kappa, method)
@@ -189,6 +191,25 @@ def test_images_nobody_is_sure_of_weigh_nothing() -> None:
     reply = trained(alone, down)
     assert float(reply.up.samples) == 0
     assert all(torch.equal(tensor, down.weights[name]) for name, tensor in reply.up.weights.items())
+
+
+@pytest.mark.parametrize("method", ["sage", "proxyfl"])
+def test_a_client_may_weigh_as_many_images_as_taught_it(method: str) -> None:
+    def answer(parts: Parts) -> Reply:
+        state = parts.method.setup(down_of(parts).weights, site_of(parts))
+        return trained(parts, parts.method.broadcast(state))
+
+    usual, learnt = answer(parts_of(method)), answer(parts := parts_of(method, weigh="learnt"))
+    assert equal_weights(usual.up.weights, learnt.up.weights), "training is the same"
+    data, pseudo = parts.scenario.client(CLIENT), learnt.record.pseudo
+    assert pseudo is not None
+    taught = {*data.labelled.tolist(), *pseudo.position[pseudo.used].tolist()}
+    everything = {*data.labelled.tolist(), *data.unlabelled.tolist()}
+    assert len(data.labelled) < len(taught) < len(everything)
+    assert float(learnt.up.samples) == len(taught)  # one epoch: each image is seen once
+    assert float(usual.up.samples) == len(everything)
+    unsure = answer(parts_of(method, "server", weigh="learnt", threshold=1.0))
+    assert float(unsure.up.samples) == 0, "there are no labels, and nobody is sure of anything"
 
 
 @pytest.mark.parametrize(

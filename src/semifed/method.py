@@ -136,8 +136,8 @@ class Method(Generic[S, D, U, C, K]):
 
 
 def averaged(received: Weights, ups: Sequence[Update], site: ServerSite, weight: Tensor | None = None) -> Weights:
-    """The clients' mean, by image count or the given shares; the received weights if nobody answered."""
-    if not ups:
+    """The clients' mean, by image count or the given shares; the received weights if nobody has learnt anything."""
+    if not any(float(up.samples) > 0 for up in ups):
         return received
     if weight is None:
         weight = shares([float(up.samples) for up in ups])

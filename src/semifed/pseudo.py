@@ -183,13 +183,17 @@ def surer_opinion(local: Opinion, received: Opinion, certainty: Certainty = "var
     Two opinions that prefer nothing (h = 0) are as sure as each other.
     """
     ours, theirs = (
-        each.probabilities.var(dim=1, correction=0) if certainty == "variance" else each.confidence
-        for each in (local, received)
+        _variance(each.probabilities) if certainty == "variance" else each.confidence for each in (local, received)
     )
     first = ours >= theirs
     low, high = torch.minimum(ours, theirs), torch.maximum(ours, theirs)
     ratio = torch.where(high > 0, low / high, 1.0) * (local.label == received.label)
     return Preference(_picked(first, local, received), _picked(~first, local, received), ratio)
+
+
+def _variance(rows: Tensor) -> Tensor:
+    """Of each row; unlike torch's it has no complaint about a batch without rows."""
+    return (rows - rows.mean(dim=1, keepdim=True)).square().mean(dim=1)
 
 
 def _picked(first: Tensor, one: Opinion, other: Opinion) -> Opinion:

@@ -336,6 +336,6 @@ def with_later_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     What is no recipe of today is given back as it is.
     """
     try:
-        return Recipe.model_validate(tuples(dict(tables))).model_dump(exclude_none=True, mode="json")
-    except ValidationError:
+        return check_recipe(tables, for_training=False).plain()
+    except UserError:
         return dict(tables)

@@ -30,7 +30,7 @@ class Reply(NamedTuple):
 
     weights: Weights
     samples: Tensor
-    prior: Tensor  # APP-U, [classes]: the mean prediction of the model the client sends
+    prior: Tensor  # APP-U, [classes]: the mean prediction of the model as the client trained it
 
 
 class Received(NamedTuple):

@@ -115,5 +115,5 @@ class FedMatch(Method[State, Sent, Reply, Working]):
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         share = equal_shares([float(up.samples) for up in ups])
         weights = site.fine_tune(averaged(server.weights, ups, site, share), self.server_loss)
-        psi = weighted_mean([up.member.psi for up in ups], share) if ups else server.psi
+        psi = weighted_mean([up.member.psi for up in ups], share) if any(up.samples > 0 for up in ups) else server.psi
         return State(weights, psi, server.members.joined_by([up.member for up in ups]))
