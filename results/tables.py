@@ -9,6 +9,8 @@ those of its fields that are not at their defaults: `openfl statistic=all`. Batc
 they differ. Floor and ceiling are names of methods or such labels; the ceiling may deliver an average of its model
 (`fedavg-sl ema=0.9`). The share of the gap is computed seed by seed, over the seeds that have floor and ceiling.
 With --add the runs join those that STEM.csv and STEM.curves.csv hold, whose directories need not be kept.
+With --reach 60,70 a second table tells after how many rounds the mean curve of the seeds reaches these percents: for
+the first time, and in the mean of five tests, which no lucky round decides.
 """
 
 import argparse
@@ -23,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from semifed.methods import method_class, method_names
+from semifed.report.figures import Point
 from semifed.report.gap import gap_caveat, gap_shares, gaps
+from semifed.report.reach import first_reached
 
 LABEL_BUDGETS = ("scenario.labelled_per_class", "scenario.labelled_fraction")  # all labels are open to the ceiling
 METRICS = ("accuracy", "auroc_seen", "auroc_overall")
@@ -50,6 +54,11 @@ class Run:
         """The method and what is special about this run of it."""
         return " ".join([self.method, *(f"{key}={shown(value)}" for key, value in self.extras.items())])
 
+    @property
+    def column(self) -> str:
+        """What its curve is called."""
+        return " ".join([self.label, *map(shown, self.scenario)])
+
     def value(self, metric: str, last: str = "metrics") -> float | None:
         """A metric of the last round, or its mean over the last ten tests ("metrics_last10")."""
         value: float | None = (self.summary.get(last) or {}).get(metric)
@@ -60,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the runs, write the files, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", type=Path)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--floor", required=True)
     parser.add_argument("--ceiling")
     parser.add_argument("--vary", action="append", help="a key of the recipe; default dataset")
@@ -70,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--last-ten", action="store_true", help="gains by the mean of the last ten tests, where the rate is constant"
     )
+    parser.add_argument("--reach", type=lambda text: [float(level) for level in text.split(",")], default=[])
     parser.add_argument("--add", action="store_true", help="keep the runs that STEM.csv has")
     asked = parser.parse_args(arguments)
     vary: list[str] = asked.vary or ["dataset"]
@@ -87,8 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counted = "metrics_last10" if asked.last_ten else "metrics"
     table = Table(runs, vary, metrics, asked.floor, asked.ceiling, counted)
     table.write_runs(asked.stem.with_suffix(".csv"))
-    table.write_curves(asked.stem.with_suffix(".curves.csv"), curves)
+    columns = table.curves(curves)
+    table.write_curves(asked.stem.with_suffix(".curves.csv"), columns)
     table.print()
+    if asked.reach:
+        table.print_reach(columns, asked.reach)
 
 
 def read(path: Path, vary: Sequence[str]) -> Run:
@@ -275,26 +288,45 @@ class Table:
                 cost = [f"{run.summary['seconds']:.1f}", run.summary["bytes_up"]]
                 writer.writerow([run.label, *map(shown, run.scenario), run.seed, *last, *ten, *cost])
 
-    def write_curves(self, path: Path, earlier: Curves) -> None:
+    def curves(self, earlier: Curves) -> Curves:
         """The metrics by round, mean over seeds, one column a method and scenario."""
         columns: dict[str, dict[tuple[str, int], list[float]]] = {}
         for run in self.runs:
-            name = " ".join([run.label, *map(shown, run.scenario)])
-            column = columns.setdefault(name, {})
+            column = columns.setdefault(run.column, {})
             for line in run.rounds:
                 for metric in self.metrics:
                     if (value := line["metrics"].get(metric)) is not None:
                         column.setdefault((metric, line["round"]), []).append(value)
             if not run.rounds:  # an earlier run: of its curve only the mean over the seeds of then is left
-                for cell, value in earlier.get(name, {}).items():
+                for cell, value in earlier.get(run.column, {}).items():
                     column.setdefault(cell, []).append(value)
+        return {
+            name: {cell: statistics.fmean(found) for cell, found in column.items()} for name, column in columns.items()
+        }
+
+    def write_curves(self, path: Path, columns: Curves) -> None:
+        """One line a metric and round."""
         cells = {cell for column in columns.values() for cell in column}
         with open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["metric", "round", *columns])
             for metric, number in sorted(cells, key=lambda cell: (self.metrics.index(cell[0]), cell[1])):
-                found = [column.get((metric, number)) for column in columns.values()]
-                writer.writerow([metric, number, *(digits(statistics.fmean(own)) if own else "" for own in found)])
+                writer.writerow([metric, number, *(digits(own.get((metric, number))) for own in columns.values())])
+
+    def print_reach(self, columns: Curves, levels: Sequence[float]) -> None:
+        """Rounds to each level: the first test there / the first five tests in a row whose mean is there."""
+        print("\n| " + " | ".join([*self.vary, "method", "seeds", *(f"{level:g}" for level in levels)]) + " |")
+        print("|" + "---|" * (len(self.vary) + 2 + len(levels)))
+        for scenario, label in dict.fromkeys((run.scenario, run.label) for run in self.runs):
+            group = [run for run in self.runs if (run.scenario, run.label) == (scenario, label)]
+            column = sorted(columns[group[0].column].items())
+            curve = [Point(number, value) for (metric, number), value in column if metric == self.main and number > 0]
+            fives = [(curve[place].round, curve[place - 4 : place + 1]) for place in range(4, len(curve))]
+            steady = [Point(last, statistics.fmean(point.value or 0.0 for point in five)) for last, five in fives]
+            cells = [
+                " / ".join(str(first_reached(by, level / 100) or "–") for by in (curve, steady)) for level in levels
+            ]
+            print("| " + " | ".join([*map(shown, scenario), label, str(len(group)), *cells]) + " |")
 
     def print(self) -> None:
         """Mean and sample deviation over seeds, the gain over the floor and the share of the gap, seed by seed."""

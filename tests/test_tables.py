@@ -55,7 +55,7 @@ class Tables:
         stem = self.top.parent / "out"
         main([str(stem), str(self.top), "--floor", floor, "--ceiling", ceiling, *arguments])
         self.text = self._capsys.readouterr().out
-        lines = [line.split("|")[1:-1] for line in self.text.splitlines() if line.startswith("| ")]
+        lines = [line.split("|")[1:-1] for line in self.text.split("\n\n")[0].splitlines() if line.startswith("| ")]
         titles, *rows = [[cell.strip() for cell in line] for line in lines]
         self.csv = list(csv.DictReader(stem.with_suffix(".csv").read_text().splitlines()))
         self.curves = list(csv.DictReader(stem.with_suffix(".curves.csv").read_text().splitlines()))
@@ -229,3 +229,19 @@ def test_runs_may_join_those_of_an_earlier_table(tables: Tables) -> None:
     assert (tables.csv, tables.curves) == (lines, curves)
     with pytest.raises(SystemExit, match=r"out\.csv already has openfl, seed 0, which .*runs would add"):
         tables.make(*arguments, "--add")
+
+
+def test_rounds_to_a_level_by_one_test_and_by_five_in_a_row(tables: Tables) -> None:
+    write_run(tables.top / "a", "openfl", 0, 0.9)
+    accuracies = [0.1, 0.2, 0.6, 0.2, 0.4, 0.6, 0.7, 0.8]  # of rounds 0 to 7; touches 60 early by luck
+    lines = [{"round": number, "metrics": {"accuracy": value}} for number, value in enumerate(accuracies)]
+    (tables.top / "a" / "rounds.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = []
+    for add in ((), ("--add",)):
+        if add:
+            shutil.rmtree(tables.top / "a")  # curves of an earlier table serve as well
+        tables.make("--reach", "20,50,60,95", *add)
+        rows.append(tables.text.splitlines()[-1])
+    windows = np.convolve(accuracies[1:], np.ones(5) / 5, "valid")  # rounds 5, 6, 7
+    assert windows.tolist() == pytest.approx([0.4, 0.5, 0.54])
+    assert rows == ["| digits | openfl | 1 | 1 / 5 | 2 / 6 | 2 / – | – / – |"] * 2
