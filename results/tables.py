@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--reach", type=lambda text: [float(level) for level in text.split(",")], default=[])
     parser.add_argument("--add", action="store_true", help="keep the runs that STEM.csv has")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)
     vary: list[str] = asked.vary or ["dataset"]
     found = {path.resolve(): path.parent for root in asked.runs for path in sorted(root.rglob("summary.json"))}
     runs = without_common([read(path, vary) for path in found.values()])
