@@ -63,10 +63,27 @@ def test_images_of_ten_classes_fall_into_groups(
     assert f"written: {tmp_path / 'sheets'}" in outcome.out
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_hardly_any_images(run: Path, pile: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module", params=["untrained", "fed-gcd", "fed-agcl"])
+def short_run(request: pytest.FixtureRequest, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "untrained":
+        return run
+    out = tmp_path_factory.mktemp("runs") / str(request.param)
+    recipe = load_recipe("fedlpa/digits-mini", [f"method={request.param}", "rounds=1", "engine.workers=1"])
+    execute(prepare_run(recipe), out, Quiet())
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_hardly_any_images(short_run: Path, pile: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     few = [str(path) for path in sorted(pile.iterdir())[:count]]
-    assert semifed(capsys, "discover", str(run), *few).code == 0
+    outcome = semifed(capsys, "discover", str(short_run), *few)
+    assert outcome.code == 0, outcome.err
+
+
+def test_fewer_classes_among_the_tested_images_than_labelled_ones(tmp_path: Path) -> None:
+    few = ["method=untrained", "rounds=1", "engine.workers=1", "evaluate.discover_images=4"]
+    summary = execute(prepare_run(load_recipe("fedlpa/digits-mini", few)), tmp_path / "run", Quiet())
+    assert 0 <= summary["metrics"]["kmeans.all"] <= 1
 
 
 def test_a_model_that_looks_for_no_groups_says_which_do(

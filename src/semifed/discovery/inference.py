@@ -37,7 +37,12 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
 
 
 def kmeans_clusters(gallery: Gallery, clusters: int) -> Tensor:
-    """GCD's groups [n]: semi-supervised k-means on unit features, which must be told how many groups there are."""
+    """GCD's groups [n]: semi-supervised k-means on unit features, which must be told how many groups there are.
+
+    Every labelled class has one, whatever is told, and beside those there are no more groups than images.
+    """
+    present = len(gallery.labels.unique())
+    clusters = min(max(clusters, present, 1), present + len(gallery.images.features))
     return semi_supervised_kmeans(
         unit(gallery.images.features),
         unit(gallery.labelled.features),
