@@ -1,17 +1,22 @@
 """`semifed discover` on real digits written as image files."""
 
 import csv
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load, load_file, save
 from sklearn.datasets import load_digits
 
 from command import semifed
-from semifed.assembly import prepare_run
+from semifed.assembly import assemble, prepare_run
+from semifed.discovery.gallery import Gallery
 from semifed.metrics import hungarian_accuracy
+from semifed.predict import load_model
 from semifed.recipe_file import load_recipe
 from semifed.run import execute
 from toys import Quiet
@@ -104,3 +109,70 @@ def test_without_infomap_nothing_is_written(
     assert outcome.code == 2
     assert outcome.err.strip() == "error: category discovery needs infomap: pip install 'semifed[discovery]'"
     assert not (tmp_path / "run").exists()
+
+
+# With labelled images
+
+
+def some_of(pile: Path) -> list[str]:
+    return [str(path) for path in sorted(pile.iterdir())[:120]]
+
+
+def test_without_labelled_images_fedlpa_plus_and_kmeans_do_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method in (["method.inference=graph+labels"], ["method=fed-gcd"], ["method=fed-agcl"]):
+        asked = [*method, "scenario.validation_fraction=0", "--out", str(tmp_path / "run")]
+        outcome = semifed(capsys, "run", "fedlpa/digits-mini", *asked)
+        assert outcome.code == 2
+        assert outcome.err.startswith("error: scenario.validation_fraction: fed")
+        assert "set it above 0" in outcome.err
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["fed-gcd", "fedlpa"])
+def test_a_delivered_model_groups_beside_the_labelled_images_of_its_run(
+    method: str, tmp_path: Path, pile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plus = ["method.inference=graph+labels", "method.warmup_rounds=1"] if method == "fedlpa" else []
+    recipe = load_recipe("fedlpa/digits-mini", [f"method={method}", *plus, "rounds=1", "engine.workers=1"])
+    parts = prepare_run(recipe)
+    run = tmp_path / "run"
+    execute(parts, run, Quiet())
+    stored = load((run / "model" / "labelled.safetensors").read_bytes())
+    held = parts.scenario.validation
+    assert held is not None
+    assert torch.equal(stored["labels"], held.labels)
+    # The adapter's features are what a plain pass over these images says, and nothing else of them is kept.
+    net, _ = assemble(parts)
+    net.load(load_file(run / "model" / "model.safetensors"))
+    with torch.no_grad():
+        said = net(parts.scenario.views.plain(held.images[held.labelled]))
+    torch.testing.assert_close(stored["features"], said.features)
+    assert set(stored) == {"features", "labels"}
+
+    model = load_model(shutil.copytree(run, tmp_path / "copied"))
+    images = model.pixels([Path(path) for path in some_of(pile)])
+    with torch.no_grad():
+        shown = net(parts.scenario.views.plain(images))
+    expected = parts.method.clusters(Gallery(shown, said, held.labels, seed=1))
+    assert hungarian_accuracy(model.groups(images).numpy(), expected.numpy(), 5).all > 0.97, "but for rounding"
+    outcome = semifed(capsys, "discover", str(run), *some_of(pile))
+    assert outcome.code == 0
+    assert "labelled.safetensors" not in outcome.out
+
+    (run / "model" / "labelled.safetensors").write_bytes(b"no tensors")
+    outcome = semifed(capsys, "discover", str(run), *some_of(pile))
+    assert outcome.code == 2
+    assert "labelled.safetensors is damaged" in outcome.err
+    for damage in ({"labels": held.labels + 5}, {"features": said.features[1:]}, {"more": held.labels}):
+        (run / "model" / "labelled.safetensors").write_bytes(save({**stored, **damage}))
+        assert "labelled.safetensors is damaged" in semifed(capsys, "discover", str(run), *some_of(pile)).err
+    (run / "model" / "labelled.safetensors").unlink()
+    outcome = semifed(capsys, "discover", str(run), *some_of(pile))
+    assert outcome.code == 0
+    assert "grouped without the help of labelled ones" in " ".join(outcome.out.split())
+
+
+def test_a_model_that_has_no_use_for_labelled_images_brings_none(run: Path) -> None:
+    assert not (run / "model" / "labelled.safetensors").exists()

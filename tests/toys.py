@@ -68,11 +68,12 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     small = {"projection": "mlp3(8, 4, gelu)"} if "2048" in kind.heads.get("projection", "") else {}
     if "warmup_rounds" in asked:
         options["warmup_rounds"] = 2
+    held_back = {"validation_fraction": 0.1} if regime == "novel" else {}
     tables: dict[str, Any] = {
         "dataset": "toy",
         "rounds": 4,
         "clients_per_round": 3,
-        "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **LABELS[labels]},
+        "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **held_back, **LABELS[labels]},
         "model": {"name": "cnn", "width": [4, 4, 8], "heads": small},
         "views": {"weak": "flip crop(1)", "strong": "flip crop(1) cutout(3)"},
         "method": {"name": method, **options},

@@ -147,6 +147,11 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     )
     if finds_groups(type(parts.method)):
         infomap_class()
+    if parts.method.groups_by_labels() and scenario.validation is None:
+        raise UserError(
+            f"scenario.validation_fraction: {recipe.method['name']} groups images beside labelled ones that nobody "
+            "trains on, and none are held back; set it above 0, to 0.1 for example"
+        )
     privacy = privacy_of(recipe, parts.method)
     if privacy is not None:
         spent(

@@ -134,6 +134,10 @@ class Method(Generic[S, D, U, C, K]):
         """Groups [n] among images of known and novel classes, -1 for none; only written by methods of discovery."""
         raise TypeError(f"{type(self).__name__} does not look for groups")
 
+    def groups_by_labels(self) -> bool:
+        """Whether `clusters` reads the gallery's labelled images: a run must hold some, its model brings them along."""
+        return False
+
 
 def averaged(received: Weights, ups: Sequence[Update], site: ServerSite, weight: Tensor | None = None) -> Weights:
     """The clients' mean, by image count or the given shares; the received weights if nobody has learnt anything."""

@@ -18,7 +18,7 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
     """Infomap's groups [n] of the images alone (FedLPA), or of a graph that is told the labels (FedLPA+)."""
     neighbours = settings.neighbours or neighbours_among(gallery)
     generator = torch.Generator().manual_seed(gallery.seed)
-    if with_labels and len(gallery.labels):
+    if with_labels:
         guided = guided_concepts(
             gallery.labelled, gallery.labels, gallery.images, settings, neighbours, generator=generator, trials=TRIALS
         )

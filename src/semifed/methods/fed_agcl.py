@@ -129,3 +129,6 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
 
     def clusters(self, gallery: Gallery) -> Tensor:
         return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)
+
+    def groups_by_labels(self) -> bool:
+        return True

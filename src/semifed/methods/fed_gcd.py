@@ -62,3 +62,6 @@ class FedGCD(Method[Server, Down, Up]):
         if self.novel == "searched":
             return kmeans_clusters(gallery, likely_classes(gallery))
         return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)
+
+    def groups_by_labels(self) -> bool:
+        return True

@@ -153,4 +153,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         return equal_mean(server, ups, site)
 
     def clusters(self, gallery: Gallery) -> Tensor:
-        return graph_clusters(gallery, self.graph, with_labels=self.inference == "graph+labels")
+        return graph_clusters(gallery, self.graph, with_labels=self.groups_by_labels())
+
+    def groups_by_labels(self) -> bool:
+        return self.inference == "graph+labels"
