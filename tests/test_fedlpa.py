@@ -315,10 +315,43 @@ def test_a_threshold_that_lets_all_through_is_not_believed(monkeypatch: pytest.M
 
     monkeypatch.setattr(guided, "discover_concepts", watched)
     monkeypatch.setattr(guided, "seen_threshold", lambda *_: 0.0)
-    World().prepared(WARMUP + 1)
+    here = World()
+    doubted = here.prepared(WARMUP + 1)
+    assert doubted.pseudo is not None
+    assert not doubted.pseudo.used.any(), "the graph never saw them, so they were not used"
+    assert here.loss(doubted.const, here.batch()).measured["doubted"].tolist() == [1.0]
     monkeypatch.setattr(guided, "seen_threshold", lambda *_: 1.0)
-    World().prepared(WARMUP + 1)
+    believed = here.prepared(WARMUP + 1)
+    assert here.loss(believed.const, here.batch()).measured["doubted"].tolist() == [0.0]
     assert rules == ["none", "clique"]
+    kept = World(refresh=5).prepared(WARMUP + 2, believed.kept)
+    assert "doubted" not in here.loss(kept.const, here.batch()).measured, "only a refresh can be doubted"
+
+
+def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Tensor] = []
+    original = guided.discover_concepts
+
+    def watched(features: Tensor, labels: Tensor, **options: Any) -> Any:
+        told.append(labels)
+        return original(features, labels, **options)
+
+    monkeypatch.setattr(guided, "discover_concepts", watched)
+    here = World()
+    pseudo = here.prepared(WARMUP + 1).pseudo
+    assert pseudo is not None
+    assert 0 < int(pseudo.used.sum()) < len(pseudo.used), "the toy must have both kinds"
+    (labels,) = told
+    count = len(here.data.labels)
+    assert torch.equal(labels[:count], here.data.labels)
+    with torch.no_grad():
+        sure, guess = here.data.plain_outputs(here.net).logits.softmax(dim=1).max(dim=1)
+        own = here.data.labelled_outputs(here.net).logits.softmax(dim=1).amax(dim=1)
+    threshold = guided.seen_threshold(own, 50.0)
+    assert labels[count:].tolist() == [
+        label if confidence > threshold else -1
+        for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
+    ]
 
 
 # Oracles

@@ -55,6 +55,7 @@ class Const(NamedTuple):
     found: Found
     warming: bool
     sharpening: float  # student's over teacher's temperature
+    refreshed: dict[str, Tensor]  # what this round's refresh measured; nothing where there was none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +103,16 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     def prepare(self, net: Net, down: Down, data: ClientData, kept: Found | None, visit: Visit) -> Local[Const, Found]:
         nothing = torch.empty(0, dtype=torch.int64)
         found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0))
-        warming, pseudo = visit.round <= self.warmup_rounds, None
+        warming, pseudo, measured = visit.round <= self.warmup_rounds, None, {}
         # A client that missed its turn refreshes when it is back.
         if not warming and (int(found.round) == 0 or visit.round - int(found.round) >= self.refresh):
-            concepts, pseudo = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
-            if self.concepts == "oracle":
-                concepts = true_concepts(net, data)
+            guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
+            pseudo, measured = guided.pseudo, {"doubted": torch.tensor([float(guided.doubted)])}
+            concepts = true_concepts(net, data) if self.concepts == "oracle" else guided.concepts
             found = Found(*self._members(concepts, data), concepts.prototypes, torch.tensor(visit.round))
         temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
         factor = sharpening(max(visit.round - self.warmup_rounds, 1), self.teacher_rounds, *temperatures)
-        return Local(data, Const(found, warming, factor), found, pseudo)
+        return Local(data, Const(found, warming, factor, measured), found, pseudo)
 
     def _members(self, concepts: Concepts, data: ClientData) -> tuple[Tensor, Tensor]:
         member = concepts.member[len(data.labelled) :]
@@ -134,7 +135,8 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         unsupervised = alike + self.prior_weight * aligned + apart.unsupervised
         value = share * unsupervised + (1 - share) * (named + apart.supervised)  # Eq. (8)
         terms |= {"supervised": named, "distillation": alike, "prior": aligned}
-        return Loss(value, terms, measured={"concepts": torch.tensor([float(len(const.found.prototypes))])})
+        concepts = torch.tensor([float(len(const.found.prototypes))])
+        return Loss(value, terms, measured={"concepts": concepts, **const.refreshed})
 
     def _alignment(self, features: Tensor, position: Tensor, const: Const) -> tuple[Tensor, Tensor]:
         """L_SD and D(p̄, π) of Eq. (7); both 0 where fewer than two concepts leave nothing to tell apart."""
