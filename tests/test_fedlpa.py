@@ -192,6 +192,18 @@ def test_concepts_stay_until_they_are_due() -> None:
     assert not torch.equal(late.const.found.prototypes[:1], first.const.found.prototypes[:1])
 
 
+@pytest.mark.parametrize("before", [3, 30])
+def test_concepts_of_other_images_are_not_kept(before: int) -> None:
+    here = World(refresh=9)
+    every = torch.arange(len(here.data.unlabelled))
+    assert before != len(every)
+    labelled = torch.arange(len(here.data.labelled))
+    then = here.prepared(WARMUP + 1, data=shrunk(here.data, labelled, every.repeat(2)[:before]))
+    now = here.prepared(WARMUP + 2, then.kept)
+    assert int(now.kept.round) == WARMUP + 2
+    here.loss(now.const, here.batch())
+
+
 def test_what_is_kept_in_warm_up_is_nothing() -> None:
     local = World().prepared(1)
     assert int(local.kept.round) == 0

@@ -104,8 +104,9 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         nothing = torch.empty(0, dtype=torch.int64)
         found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0))
         warming, pseudo, measured = visit.round <= self.warmup_rounds, None, {}
-        # A client that missed its turn refreshes when it is back.
-        if not warming and (int(found.round) == 0 or visit.round - int(found.round) >= self.refresh):
+        # A client that missed its turn refreshes when it is back, and so does one whose images are not those of then.
+        due = visit.round - int(found.round) >= self.refresh or len(found.member) != len(data.unlabelled)
+        if not warming and (int(found.round) == 0 or due):
             guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
             pseudo, measured = guided.pseudo, {"doubted": torch.tensor([float(guided.doubted)])}
             concepts = true_concepts(net, data) if self.concepts == "oracle" else guided.concepts
