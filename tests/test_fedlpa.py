@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from semifed.client_round import Held, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
-from semifed.discovery import guided
+from semifed.discovery import guided, inference
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import true_concepts
 from semifed.discovery.inference import likely_classes
@@ -364,6 +364,25 @@ def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest
         label if confidence > threshold else -1
         for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
     ]
+
+
+# Groups at the end
+
+
+def test_k_at_the_end_is_not_that_of_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = inference.discover_concepts
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["neighbours"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(inference, "discover_concepts", watched)
+    features = torch.randn(120, 4, generator=torch.Generator().manual_seed(0))
+    gallery = Gallery(Output(torch.zeros(120, 3), features, {}), Output(torch.zeros(0, 3), features[:0], {}), NOTHING, 0)
+    FedLPA(neighbours=50).clusters(gallery)
+    FedLPA(final_neighbours=7).clusters(gallery)
+    assert asked == [10, 7], "a quarter of 120 images by 3 known classes"
 
 
 # Oracles

@@ -78,7 +78,8 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     concepts: Literal["found", "oracle"] = "found"
     refine: Literal["clique", "reweight", "cut", "none"] = "clique"
     partners: Annotated[int, Field(ge=0)] = 20  # links a node gains within its class, "clique" alone
-    neighbours: Annotated[int, Field(ge=0)] = 0  # k; 0: from the size of the labelled classes
+    neighbours: Annotated[int, Field(ge=0)] = 0  # k at a client; 0: from the size of the labelled classes
+    final_neighbours: Annotated[int, Field(ge=0)] = 0  # k among the images that are grouped at the end; 0: by a rule
     least_similarity: Share = 0.5  # tau_f
     labelled_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a class's images: labelled ones tell its size
     outliers: Literal["nearest", "none"] = "nearest"
@@ -156,7 +157,8 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         return equal_mean(server, ups, site)
 
     def clusters(self, gallery: Gallery) -> Tensor:
-        return graph_clusters(gallery, self.graph, with_labels=self.groups_by_labels())
+        settings = self.graph._replace(neighbours=self.final_neighbours)
+        return graph_clusters(gallery, settings, with_labels=self.groups_by_labels())
 
     def groups_by_labels(self) -> bool:
         return self.inference == "graph+labels"
