@@ -16,6 +16,7 @@ from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import true_concepts
 from semifed.discovery.inference import likely_classes
 from semifed.discovery.semi_kmeans import estimated_clusters
+from semifed.errors import UserError
 from semifed.fit import Course, Loss, Optimiser
 from semifed.methods.fed_gcd import FedGCD
 from semifed.methods.fed_simgcd import FedSimGCD, Sharpening, every_logit
@@ -23,6 +24,7 @@ from semifed.methods.fedlpa import Const, FedLPA, Found
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Down, Local, Server, Up, Visit
+from semifed.recipe import check_recipe
 from toys import equal_weights, place_of, site_of, toy_dataset, toy_parts, toy_recipe
 
 CLIENT = 1
@@ -364,6 +366,30 @@ def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest
         label if confidence > threshold else -1
         for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
     ]
+
+
+# k
+
+
+@pytest.mark.parametrize(
+    ("scenario", "share"),
+    [
+        ({"labels": "clients", "labelled_fraction": 0.1}, 0.1),
+        ({"labels": "clients", "labelled_fraction": 0.5}, 0.5),
+        ({"labels": "some-clients", "labelled_clients": 2, "labelled_fraction": None}, 1.0),
+    ],
+)
+def test_k_follows_the_share_of_labels_that_the_scenario_has(scenario: dict[str, Any], share: float) -> None:
+    tables = toy_recipe("fedlpa", "clients").plain()
+    del tables["method"]["labelled_share"]
+    chosen = {key: value for key, value in {**tables["scenario"], **scenario}.items() if value is not None}
+    recipe = check_recipe({**tables, "scenario": chosen})
+    method = recipe.build_method()
+    assert isinstance(method, FedLPA)
+    assert method.labelled_share == share
+    assert recipe.plain()["method"]["labelled_share"] == share, "written out, it runs again as it is"
+    with pytest.raises(UserError, match=rf"method.labelled_share: 0.7, but .* set {share:g} \(method.neighbours"):
+        check_recipe({**tables, "scenario": chosen, "method": {**tables["method"], "labelled_share": 0.7}})
 
 
 # Groups at the end

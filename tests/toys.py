@@ -31,6 +31,11 @@ LABELS = {
 }
 
 
+def labels_of(place: str, regime: str) -> dict[str, Any]:
+    """How many labels there are: where classes are novel, none of the labelled images may be unlabelled too."""
+    return {"labelled_fraction": 0.5} if (place, regime) == ("clients", "novel") else LABELS[place]
+
+
 def meaningful() -> list[tuple[str, str]]:
     """Every method in every placement of labels it does not refuse."""
     return [
@@ -69,11 +74,12 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     if "warmup_rounds" in asked:
         options["warmup_rounds"] = 2
     held_back = {"validation_fraction": 0.1} if regime == "novel" else {}
+    budget = labels_of(labels, regime)
     tables: dict[str, Any] = {
         "dataset": "toy",
         "rounds": 4,
         "clients_per_round": 3,
-        "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **held_back, **LABELS[labels]},
+        "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **held_back, **budget},
         "model": {"name": "cnn", "width": [4, 4, 8], "heads": small},
         "views": {"weak": "flip crop(1)", "strong": "flip crop(1) cutout(3)"},
         "method": {"name": method, **options},

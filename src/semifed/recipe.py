@@ -98,6 +98,11 @@ class ScenarioTable(Table):
             raise ValueError(f"labelled_clients: {self.labelled_clients} of {self.clients} clients cannot be labelled")
         return self
 
+    @property
+    def labelled_share(self) -> float | None:
+        """Of a client's known images, how many it has labels of, if it has any; None where nobody can say."""
+        return {"clients": self.labelled_fraction, "some-clients": 1.0}.get(self.labels)
+
 
 class ModelTable(Table):
     """The network."""
@@ -293,6 +298,8 @@ class Recipe(Table):
                 options[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
             except ValidationError as error:
                 raise UserError(complaint(error, prefix=f"method.{key}")) from None
+        if "labelled_share" in valid and not options.get("labelled_share"):
+            options["labelled_share"] = self.scenario.labelled_share or 0.0
         built: AnyMethod = kind(**options)
         return built
 
@@ -302,6 +309,12 @@ class Recipe(Table):
         for key, chosen in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
             if chosen in reasons:
                 raise UserError(f"scenario.{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
+        given, share = self.method.get("labelled_share"), self.scenario.labelled_share
+        if given and share and given != share:
+            raise UserError(
+                f"method.labelled_share: {given:g}, but clients have labels of {share:g} of their known images here, "
+                f"and k would be wrong; leave it out, or set {share:g} (method.neighbours sets k itself)"
+            )
 
     def plain(self) -> dict[str, Any]:
         """The recipe as nested tables without absent keys, the method's defaults written out."""

@@ -81,7 +81,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     neighbours: Annotated[int, Field(ge=0)] = 0  # k at a client; 0: from the size of the labelled classes
     final_neighbours: Annotated[int, Field(ge=0)] = 0  # k among the images that are grouped at the end; 0: by a rule
     least_similarity: Share = 0.5  # tau_f
-    labelled_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a class's images: labelled ones tell its size
+    labelled_share: Share = 0.0  # of a class's images: the labelled ones tell its size; 0: the scenario's
     outliers: Literal["nearest", "none"] = "nearest"
     student_temperature: Temperature = 0.1
     teacher_temperature: Temperature = 0.04
