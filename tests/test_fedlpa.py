@@ -368,6 +368,20 @@ def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest
     ]
 
 
+# Settings without a meaning
+
+
+@pytest.mark.parametrize("method", ["fedlpa", "fed-simgcd"])
+@pytest.mark.parametrize("head", ["linear", "mlp2(8)"])
+def test_logits_without_bounds_are_refused(method: str, head: str) -> None:
+    kind = "linear" if head == "linear" else "mlp"
+    told = f"^model.head={kind} has no meaning for {method}: .* model.head=cosine$"
+    with pytest.raises(UserError, match=told):
+        toy_recipe(method, "clients", {"model": {"head": head}})
+    assert toy_recipe(method, "clients", {"model": {"head": "cosine(0.2)"}})
+    assert toy_recipe("fed-gcd", "clients", {"model": {"head": head}}), "its classifier moves nothing else"
+
+
 # k
 
 

@@ -73,6 +73,7 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     small = {"projection": "mlp3(8, 4, gelu)"} if "2048" in kind.heads.get("projection", "") else {}
     if "warmup_rounds" in asked:
         options["warmup_rounds"] = 2
+    head = next(name for name in ("linear", "cosine") if name not in kind.no_meaning)
     held_back = {"validation_fraction": 0.1} if regime == "novel" else {}
     budget = labels_of(labels, regime)
     tables: dict[str, Any] = {
@@ -80,7 +81,7 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
         "rounds": 4,
         "clients_per_round": 3,
         "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **held_back, **budget},
-        "model": {"name": "cnn", "width": [4, 4, 8], "heads": small},
+        "model": {"name": "cnn", "width": [4, 4, 8], "head": head, "heads": small},
         "views": {"weak": "flip crop(1)", "strong": "flip crop(1) cutout(3)"},
         "method": {"name": method, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.05, "weight_decay": 1e-3, "clip": 2.0, "schedule": "cosine(0.1)"},

@@ -60,7 +60,7 @@ class Method(Generic[S, D, U, C, K]):
     """Federated averaging without a loss: the ground every method stands on."""
 
     title: ClassVar[str] = ""  # one line for `semifed list methods`
-    no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # values of scenario.labels or .classes, and why
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # scenario.labels, .classes or model.head, and why
     opens_labels: ClassVar[bool] = False  # a ceiling: trains on the true labels of all known images
     heads: ClassVar[Mapping[str, str]] = {}  # further heads the network must have
 

@@ -306,9 +306,14 @@ class Recipe(Table):
     def refuse_meaningless(self) -> None:
         """A method may have no meaning in a scenario: the error names the reason and the nearest that works."""
         reasons = self.build_method().no_meaning
-        for key, chosen in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
+        keys = {
+            "scenario.labels": self.scenario.labels,
+            "scenario.classes": self.scenario.classes,
+            "model.head": re.split(r"\W|\d", self.model.head)[0],
+        }
+        for key, chosen in keys.items():
             if chosen in reasons:
-                raise UserError(f"scenario.{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
+                raise UserError(f"{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
         given, share = self.method.get("labelled_share"), self.scenario.labelled_share
         if given and share and given != share:
             raise UserError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from semifed.data.client import Batch, ClientData
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.objectives import (
-    ONLY_NOVEL,
+    ONLY_COSINES,
     PROJECTION,
     contrast,
     equal_mean,
@@ -44,7 +44,7 @@ class FedSimGCD(Method[Server, Down, Up, Sharpening]):
     """Cross entropy, self-distillation between two views and a uniform prior over all classes, named or not."""
 
     title: ClassVar[str] = "a classifier with rows for novel classes, self-distilled and averaged"
-    no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION, "novel": "cosine(5)"}
 
     novel: Annotated[int, Field(ge=1)] = 5  # classes beside the known ones; it cannot do without

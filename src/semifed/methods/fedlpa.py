@@ -18,7 +18,7 @@ from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings, local_concepts, true_concepts, true_members
 from semifed.discovery.inference import graph_clusters
 from semifed.discovery.objectives import (
-    ONLY_NOVEL,
+    ONLY_COSINES,
     PROJECTION,
     contrast,
     equal_mean,
@@ -63,7 +63,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     """Contrastive warm-up, then self-distillation over local concepts whose batch prior it must meet."""
 
     title: ClassVar[str] = "local concepts by Infomap, and predictions aligned with their local prior"
-    no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
 
     warmup_rounds: Rounds = 20
