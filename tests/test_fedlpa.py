@@ -382,6 +382,14 @@ def test_logits_without_bounds_are_refused(method: str, head: str) -> None:
     assert toy_recipe("fed-gcd", "clients", {"model": {"head": head}}), "its classifier moves nothing else"
 
 
+@pytest.mark.parametrize("method", ["fedlpa", "fed-gcd", "fed-simgcd", "fed-agcl", "untrained"])
+def test_labelled_images_among_the_unlabelled_are_refused(method: str) -> None:
+    tables = toy_recipe(method, "clients").plain()
+    del tables["scenario"]["labelled_fraction"]
+    with pytest.raises(UserError, match=r"^scenario.labelled_per_class: .* give scenario.labelled_fraction$"):
+        check_recipe({**tables, "scenario": {**tables["scenario"], "labelled_per_class": 4}})
+
+
 # k
 
 

@@ -314,6 +314,11 @@ class Recipe(Table):
         for key, chosen in keys.items():
             if chosen in reasons:
                 raise UserError(f"{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
+        if self.scenario.classes == "novel" and self.scenario.labelled_per_class is not None:
+            raise UserError(
+                "scenario.labelled_per_class: its labelled images are among the unlabelled ones too, and in a graph of "
+                "both each would be there twice; where classes are novel, give scenario.labelled_fraction"
+            )
         given, share = self.method.get("labelled_share"), self.scenario.labelled_share
         if given and share and given != share:
             raise UserError(

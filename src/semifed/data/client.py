@@ -41,6 +41,10 @@ class ClientData(NamedTuple):
             return len(self.labelled) + len(self.unlabelled)
         return int(torch.unique(torch.cat([self.labelled, self.unlabelled])).numel())
 
+    def apart(self) -> "ClientData":
+        """Without unlabelled images that are labelled, too: what groups images may not see one of them twice."""
+        return self._replace(unlabelled=self.unlabelled[~torch.isin(self.unlabelled, self.labelled)])
+
     def plain_outputs(self, net: "Classifies") -> Output:
         """What the network says of all unlabelled images, un-augmented."""
         return self._plain(net, self.unlabelled)
