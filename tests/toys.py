@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from semifed.assembly import Parts, build_workplace, opened
+from semifed.assembly import Parts, build_workplace, opened, told_parts
 from semifed.client_round import Reply, Workplace
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import build_scenario
@@ -100,8 +100,7 @@ def toy_parts(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
     dataset = dataset or toy_dataset()
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
     method = recipe.build_method()
-    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method))
-    return Parts(recipe, method, scenario)
+    return told_parts(recipe, build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method)))
 
 
 def place_of(parts: Parts) -> Workplace:

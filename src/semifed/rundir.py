@@ -224,6 +224,8 @@ def finite(value: Any) -> Any:
 def _refuse_change(stored: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
     """A resumed run must be the same run; only the engine, which decides no number, may differ."""
     old, new = _flat(stored), _flat(wanted)
+    if new.get("method.novel") == 0:  # left to the data, which have told it since
+        new["method.novel"] = old.get("method.novel")
     for key in sorted(set(old) | set(new)):
         if not key.startswith("engine.") and old.get(key) != new.get(key):
             raise UserError(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 import torch
 from pydantic import Field, ValidationError
 
-from semifed.assembly import Parts
+from semifed.assembly import Parts, told_parts
 from semifed.complaint import complaint
 from semifed.data.datasets import Dataset, moments
 from semifed.data.image_folder import image_files
@@ -98,7 +98,13 @@ def server_parts(folder: Path) -> Parts:
     trained_on, held_back = (own, None) if recipe.scenario.labels == "server" else (None, own)
     sealed = Sealed(labels)
     scenario = Scenario(dataset, known, views, trained_on, [], labels, sealed, test_labels, held_back)
-    return Parts(recipe, method, scenario)
+    parts = told_parts(recipe, scenario)
+    if parts.recipe.method.get("novel") == 0:
+        raise UserError(
+            f"{folder / RECIPE}: set method.novel, the number of classes without a name that the clients may hold: "
+            f"{folder / 'data' / 'test'} has no folder of any"
+        )
+    return parts
 
 
 def _test_images(folder: Path, consortium: Consortium) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
