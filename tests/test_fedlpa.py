@@ -363,8 +363,7 @@ def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest
         own = here.data.labelled_outputs(here.net).logits.softmax(dim=1).amax(dim=1)
     threshold = guided.seen_threshold(own, 50.0)
     assert labels[count:].tolist() == [
-        label if confidence > threshold else -1
-        for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
+        label if confidence > threshold else -1 for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
     ]
 
 
@@ -427,7 +426,9 @@ def test_k_at_the_end_is_not_that_of_the_clients(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(inference, "discover_concepts", watched)
     features = torch.randn(120, 4, generator=torch.Generator().manual_seed(0))
-    gallery = Gallery(Output(torch.zeros(120, 3), features, {}), Output(torch.zeros(0, 3), features[:0], {}), NOTHING, 0)
+    gallery = Gallery(
+        Output(torch.zeros(120, 3), features, {}), Output(torch.zeros(0, 3), features[:0], {}), NOTHING, 0
+    )
     FedLPA(neighbours=50).clusters(gallery)
     FedLPA(final_neighbours=7).clusters(gallery)
     assert asked == [10, 7], "a quarter of 120 images by 3 known classes"

@@ -177,7 +177,9 @@ def discover(
 
     model = load_model(run)
     if model.misses_labels:
-        _say("This model came without model/labelled.safetensors: images are grouped without the help of labelled ones.")
+        _say(
+            "This model came without model/labelled.safetensors: images are grouped without the help of labelled ones."
+        )
     members = discovered(model, images_of(images), sheets)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("group", "images", "confidence"):
