@@ -134,6 +134,18 @@ def test_fragments_are_given_up_after_three_more_attempts(
     assert graphs == [(30, 20), (30, 29)], "there are no more neighbours than others"
 
 
+def test_small_modules_are_no_concepts_too_many(graphs: list[tuple[int, int]]) -> None:
+    # Three classes and six pairs apart from all others: nine modules among 42 images, but three concepts.
+    features, which = blobs(10, 10, 10, 2, 2, 2, 2, 2, 2, spread=0.01)
+    found = discover(features, neighbours=9, least_similarity=0.9, outliers="none")
+    assert graphs == [(42, 9)]
+    assert found.member.tolist() == torch.where(which < 3, which, -1).tolist()
+    graphs.clear()
+    pairs, _ = blobs(*[2] * 20, spread=0.01)
+    discover(pairs, neighbours=1)
+    assert graphs[:2] == [(40, 1), (40, 2)], "nothing but pairs: all is in fragments"
+
+
 def test_labels_join_what_looks_apart_and_part_what_looks_alike() -> None:
     features, which = blobs(30, 30, 30, 30)
     joined = discover(features, torch.where(which < 2, 0, -1), partners=20).member

@@ -22,6 +22,7 @@ from semifed.deploy.certificates import client_key, new_authority, public_pem, s
 from semifed.deploy.consortium import read_client, read_consortium, server_parts
 from semifed.deploy.founding import fill_with_samples, found, sample_agreement
 from semifed.deploy.inspection import what_travels
+from semifed.engines import flower
 from semifed.engines.flower import deployed_client, deployed_server
 from semifed.errors import UserError
 from semifed.method import payload_types
@@ -72,6 +73,25 @@ def test_a_federation_of_folders_gives_the_model_of_a_local_run(method: str, tmp
 
 def without_validation(method: str) -> dict[str, Any]:
     return {**recipe_tables(method)["scenario"], "validation_fraction": 0.0}
+
+
+def test_an_image_in_both_folders_is_not_grouped_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe("fedlpa", scenario=without_validation("fedlpa"), rounds=1, clients_per_round=4)
+    fed = founded(tmp_path / "fed", recipe)
+    own = fed / "clients" / "client-0" / "data"
+    copied = next((own / "labelled").rglob("*.png"))
+    (own / "unlabelled" / "again.png").write_bytes(copied.read_bytes())
+    seen = {}
+    original = flower.answer
+
+    def watched(letter: Any, data: Any, *others: Any, **options: Any) -> Any:
+        seen[letter.facts["client"]] = data
+        return original(letter, data, *others, **options)
+
+    monkeypatch.setattr(flower, "answer", watched)
+    run_app(deployed_server(), federation(fed, 4), {"folder": str(fed / "server"), "out": str(tmp_path / "out")})
+    assert not set(seen[0].labelled.tolist()) & set(seen[0].unlabelled.tolist())
+    assert len(seen[0].unlabelled) == len(prepare_run(recipe).scenario.client(0).unlabelled)
 
 
 def test_losses_are_shared_only_by_those_who_say_so(tmp_path: Path) -> None:
@@ -222,6 +242,8 @@ def test_a_party_reads_its_own_folders(tmp_path: Path) -> None:
     assert data.labels.tolist() == [1, 0]
     assert data.images[data.unlabelled, 0, 0, 0].tolist() == [10, 30]
     assert data.image_count == 3  # the picture in both folders counts once
+    assert len(data.apart().unlabelled) == len(data.unlabelled) - 1
+    assert data.apart().image_count == 3
 
 
 def test_decoded_images_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

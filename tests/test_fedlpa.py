@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from semifed.client_round import Held, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
-from semifed.discovery import guided
+from semifed.discovery import guided, inference
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import true_concepts
 from semifed.discovery.inference import likely_classes
 from semifed.discovery.semi_kmeans import estimated_clusters
+from semifed.errors import UserError
 from semifed.fit import Course, Loss, Optimiser
 from semifed.methods.fed_gcd import FedGCD
 from semifed.methods.fed_simgcd import FedSimGCD, Sharpening, every_logit
@@ -23,6 +24,7 @@ from semifed.methods.fedlpa import Const, FedLPA, Found
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Down, Local, Server, Up, Visit
+from semifed.recipe import check_recipe
 from toys import equal_weights, place_of, site_of, toy_dataset, toy_parts, toy_recipe
 
 CLIENT = 1
@@ -192,6 +194,18 @@ def test_concepts_stay_until_they_are_due() -> None:
     assert not torch.equal(late.const.found.prototypes[:1], first.const.found.prototypes[:1])
 
 
+@pytest.mark.parametrize("before", [3, 30])
+def test_concepts_of_other_images_are_not_kept(before: int) -> None:
+    here = World(refresh=9)
+    every = torch.arange(len(here.data.unlabelled))
+    assert before != len(every)
+    labelled = torch.arange(len(here.data.labelled))
+    then = here.prepared(WARMUP + 1, data=shrunk(here.data, labelled, every.repeat(2)[:before]))
+    now = here.prepared(WARMUP + 2, then.kept)
+    assert int(now.kept.round) == WARMUP + 2
+    here.loss(now.const, here.batch())
+
+
 def test_what_is_kept_in_warm_up_is_nothing() -> None:
     local = World().prepared(1)
     assert int(local.kept.round) == 0
@@ -315,10 +329,109 @@ def test_a_threshold_that_lets_all_through_is_not_believed(monkeypatch: pytest.M
 
     monkeypatch.setattr(guided, "discover_concepts", watched)
     monkeypatch.setattr(guided, "seen_threshold", lambda *_: 0.0)
-    World().prepared(WARMUP + 1)
+    here = World()
+    doubted = here.prepared(WARMUP + 1)
+    assert doubted.pseudo is not None
+    assert not doubted.pseudo.used.any(), "the graph never saw them, so they were not used"
+    assert here.loss(doubted.const, here.batch()).measured["doubted"].tolist() == [1.0]
     monkeypatch.setattr(guided, "seen_threshold", lambda *_: 1.0)
-    World().prepared(WARMUP + 1)
+    believed = here.prepared(WARMUP + 1)
+    assert here.loss(believed.const, here.batch()).measured["doubted"].tolist() == [0.0]
     assert rules == ["none", "clique"]
+    kept = World(refresh=5).prepared(WARMUP + 2, believed.kept)
+    assert "doubted" not in here.loss(kept.const, here.batch()).measured, "only a refresh can be doubted"
+
+
+def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Tensor] = []
+    original = guided.discover_concepts
+
+    def watched(features: Tensor, labels: Tensor, **options: Any) -> Any:
+        told.append(labels)
+        return original(features, labels, **options)
+
+    monkeypatch.setattr(guided, "discover_concepts", watched)
+    here = World()
+    pseudo = here.prepared(WARMUP + 1).pseudo
+    assert pseudo is not None
+    assert 0 < int(pseudo.used.sum()) < len(pseudo.used), "the toy must have both kinds"
+    (labels,) = told
+    count = len(here.data.labels)
+    assert torch.equal(labels[:count], here.data.labels)
+    with torch.no_grad():
+        sure, guess = here.data.plain_outputs(here.net).logits.softmax(dim=1).max(dim=1)
+        own = here.data.labelled_outputs(here.net).logits.softmax(dim=1).amax(dim=1)
+    threshold = guided.seen_threshold(own, 50.0)
+    assert labels[count:].tolist() == [
+        label if confidence > threshold else -1 for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
+    ]
+
+
+# Settings without a meaning
+
+
+@pytest.mark.parametrize("method", ["fedlpa", "fed-simgcd"])
+@pytest.mark.parametrize("head", ["linear", "mlp2(8)"])
+def test_logits_without_bounds_are_refused(method: str, head: str) -> None:
+    kind = "linear" if head == "linear" else "mlp"
+    told = f"^model.head={kind} has no meaning for {method}: .* model.head=cosine$"
+    with pytest.raises(UserError, match=told):
+        toy_recipe(method, "clients", {"model": {"head": head}})
+    assert toy_recipe(method, "clients", {"model": {"head": "cosine(0.2)"}})
+    assert toy_recipe("fed-gcd", "clients", {"model": {"head": head}}), "its classifier moves nothing else"
+
+
+@pytest.mark.parametrize("method", ["fedlpa", "fed-gcd", "fed-simgcd", "fed-agcl", "untrained"])
+def test_labelled_images_among_the_unlabelled_are_refused(method: str) -> None:
+    tables = toy_recipe(method, "clients").plain()
+    del tables["scenario"]["labelled_fraction"]
+    with pytest.raises(UserError, match=r"^scenario.labelled_per_class: .* give scenario.labelled_fraction$"):
+        check_recipe({**tables, "scenario": {**tables["scenario"], "labelled_per_class": 4}})
+
+
+# k
+
+
+@pytest.mark.parametrize(
+    ("scenario", "share"),
+    [
+        ({"labels": "clients", "labelled_fraction": 0.1}, 0.1),
+        ({"labels": "clients", "labelled_fraction": 0.5}, 0.5),
+        ({"labels": "some-clients", "labelled_clients": 2, "labelled_fraction": None}, 1.0),
+    ],
+)
+def test_k_follows_the_share_of_labels_that_the_scenario_has(scenario: dict[str, Any], share: float) -> None:
+    tables = toy_recipe("fedlpa", "clients").plain()
+    del tables["method"]["labelled_share"]
+    chosen = {key: value for key, value in {**tables["scenario"], **scenario}.items() if value is not None}
+    recipe = check_recipe({**tables, "scenario": chosen})
+    method = recipe.build_method()
+    assert isinstance(method, FedLPA)
+    assert method.labelled_share == share
+    assert recipe.plain()["method"]["labelled_share"] == share, "written out, it runs again as it is"
+    with pytest.raises(UserError, match=rf"method.labelled_share: 0.7, but .* set {share:g} \(method.neighbours"):
+        check_recipe({**tables, "scenario": chosen, "method": {**tables["method"], "labelled_share": 0.7}})
+
+
+# Groups at the end
+
+
+def test_k_at_the_end_is_not_that_of_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = inference.discover_concepts
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["neighbours"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(inference, "discover_concepts", watched)
+    features = torch.randn(120, 4, generator=torch.Generator().manual_seed(0))
+    gallery = Gallery(
+        Output(torch.zeros(120, 3), features, {}), Output(torch.zeros(0, 3), features[:0], {}), NOTHING, 0
+    )
+    FedLPA(neighbours=50).clusters(gallery)
+    FedLPA(final_neighbours=7).clusters(gallery)
+    assert asked == [10, 7], "a quarter of 120 images by 3 known classes"
 
 
 # Oracles

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from semifed.assembly import build_workplace
 from semifed.client_round import Task, client_round
+from semifed.data import client
 from semifed.errors import UserError
 from semifed.fit import Loss, Optimiser, fit
 from semifed.models import network as network_module
+from semifed.models import stem_cache
 from semifed.models.backbones import CNN, Normalisation, Setting
 from semifed.models.batchnorm import BatchNorm, freeze, frozen_names, recalibrate, set_batchnorm
 from semifed.models.network import Network, build_network
@@ -374,14 +376,36 @@ def test_plain_images_of_a_client_pass_the_stem_once(monkeypatch: pytest.MonkeyP
     stem = net.stems._stem
     monkeypatch.setattr(net.stems, "_stem", lambda images: (passed.append(len(images)), stem(images))[1])
     first = data.plain_outputs(net)
-    assert sum(passed) == len(data.unlabelled)
+    assert sum(passed) == 1 + len(data.unlabelled), "one tells how large a stem is"
     again = data.plain_outputs(net)
-    assert sum(passed) == len(data.unlabelled), "the second look costs no pass"
+    assert sum(passed) == 1 + len(data.unlabelled), "the second look costs no pass"
     assert torch.equal(first.features, again.features)
     whole = net(data.views.plain(data.images[data.unlabelled]))
     torch.testing.assert_close(first.features, whole.features, rtol=1e-3, atol=1e-4)
     nobody = data._replace(labelled=data.labelled[:0])
     assert nobody.labelled_outputs(net).features.shape == (0, first.features.shape[1])
+
+
+def test_large_stems_are_not_kept_and_pass_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = toy_parts(toy_recipe("fedlpa", "clients", {"model": LITE}))
+    data = parts.scenario.client(1)
+    small = build_workplace(parts.recipe, (1, 8, 8), 3, TOY).net
+    kept = data.plain_outputs(small)
+    assert small.stems is not None
+    bytes_of_one = small.stems.size // len(small.stems)
+    for largest, batches in ((bytes_of_one, []), (bytes_of_one - 1, [4] * (len(data.unlabelled) // 4))):
+        monkeypatch.setattr(stem_cache, "LARGEST", largest)
+        monkeypatch.setattr(client, "BATCH_OF_LARGE", 4)
+        net = build_workplace(parts.recipe, (1, 8, 8), 3, TOY).net
+        passed: list[int] = []
+        whole = net.network.forward
+        monkeypatch.setattr(net.network, "forward", lambda x, of=whole, to=passed: (to.append(len(x)), of(x))[1])
+        said = data.plain_outputs(net)
+        assert passed[: len(batches)] == batches
+        assert bool(passed) == bool(batches)
+        assert net.stems is not None
+        assert bool(len(net.stems)) != bool(batches)
+        torch.testing.assert_close(said.features, kept.features, rtol=1e-3, atol=1e-4)
 
 
 def test_a_network_that_learns_as_a_whole_keeps_no_stems() -> None:

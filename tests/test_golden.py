@@ -14,7 +14,7 @@ from semifed.assembly import prepare_run
 from semifed.methods import method_class, method_names
 from semifed.recipe import check_recipe
 from semifed.run import execute
-from toys import LABELS, Quiet, meaningful
+from toys import Quiet, labels_of, meaningful
 
 GOLDEN = Path(__file__).parent / "golden"
 RTOL = 1e-4  # processors round differently
@@ -53,12 +53,13 @@ def recipe_tables(name: str, labels: str | None = None) -> dict[str, Any]:
     scenario = {"labels": labels, "classes": regime, "clients": 4, "partition": "dirichlet", "alpha": 0.5}
     novel = {"validation_fraction": 0.2} if regime == "novel" else {}
     heads = {"projection": "mlp3(16, 8, gelu)"} if regime == "novel" else {}
+    head = next(name for name in ("linear", "cosine") if name not in kind.no_meaning)
     return {
         "dataset": "digits",
         "rounds": 3,
         "clients_per_round": 3,
-        "scenario": {**scenario, "known_count": 6, "subset": 240, **novel, **LABELS[labels]},
-        "model": {"name": "cnn", "width": [8, 8, 16], "heads": heads},
+        "scenario": {**scenario, "known_count": 6, "subset": 240, **novel, **labels_of(labels, regime)},
+        "model": {"name": "cnn", "width": [8, 8, 16], "head": head, "heads": heads},
         "views": {"weak": "crop(1)", "strong": "crop(1) randaugment(2,10) cutout(3)"},
         "method": {"name": name, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.02, "weight_decay": 5e-4, "clip": 1.0},

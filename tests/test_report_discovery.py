@@ -196,7 +196,7 @@ def test_page_shows_everything_and_escapes_it(tmp_path: Path) -> None:
         "no class: counted as wrong",
         "in groups without a class",
         "k-means was told the true number of classes",
-        "unlabelled, novel classes 10 images",
+        "grouped images, novel classes 10 images",
         "novel images identified by mistake, of all novel 10.0",
         "concepts 11.5",
         "two principal axes with 50 % of the variance",

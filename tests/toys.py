@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from semifed.assembly import Parts, build_workplace, opened
+from semifed.assembly import Parts, build_workplace, opened, told_parts
 from semifed.client_round import Reply, Workplace
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import build_scenario
@@ -29,6 +29,11 @@ LABELS = {
     "clients": {"labelled_per_class": 4},
     "some-clients": {"labelled_clients": 2},
 }
+
+
+def labels_of(place: str, regime: str) -> dict[str, Any]:
+    """How many labels there are: where classes are novel, none of the labelled images may be unlabelled too."""
+    return {"labelled_fraction": 0.5} if (place, regime) == ("clients", "novel") else LABELS[place]
 
 
 def meaningful() -> list[tuple[str, str]]:
@@ -68,12 +73,15 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     small = {"projection": "mlp3(8, 4, gelu)"} if "2048" in kind.heads.get("projection", "") else {}
     if "warmup_rounds" in asked:
         options["warmup_rounds"] = 2
+    head = next(name for name in ("linear", "cosine") if name not in kind.no_meaning)
+    held_back = {"validation_fraction": 0.1} if regime == "novel" else {}
+    budget = labels_of(labels, regime)
     tables: dict[str, Any] = {
         "dataset": "toy",
         "rounds": 4,
         "clients_per_round": 3,
-        "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **LABELS[labels]},
-        "model": {"name": "cnn", "width": [4, 4, 8], "heads": small},
+        "scenario": {"labels": labels, "classes": regime, "clients": 4, "known_count": 3, **held_back, **budget},
+        "model": {"name": "cnn", "width": [4, 4, 8], "head": head, "heads": small},
         "views": {"weak": "flip crop(1)", "strong": "flip crop(1) cutout(3)"},
         "method": {"name": method, **options},
         "local": {"epochs": 1, "batch": 8, "lr": 0.05, "weight_decay": 1e-3, "clip": 2.0, "schedule": "cosine(0.1)"},
@@ -92,8 +100,7 @@ def toy_parts(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
     dataset = dataset or toy_dataset()
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
     method = recipe.build_method()
-    scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method))
-    return Parts(recipe, method, scenario)
+    return told_parts(recipe, build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method)))
 
 
 def place_of(parts: Parts) -> Workplace:

@@ -44,7 +44,15 @@ def prepare_run(recipe: Recipe) -> Parts:
         raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
     scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method))
-    return Parts(recipe, method, scenario)
+    return told_parts(recipe, scenario)
+
+
+def told_parts(recipe: Recipe, scenario: Scenario) -> Parts:
+    """The same with the number of novel classes written out, where a method cannot do without and is given none."""
+    if getattr(recipe.build_method(), "novel", None) == 0:
+        novel = len(scenario.dataset.classes) - len(scenario.known)
+        recipe = recipe.model_copy(update={"method": {**recipe.method, "novel": novel}})
+    return Parts(recipe, recipe.build_method(), scenario)
 
 
 def opened(method: AnyMethod) -> dict[str, bool]:
@@ -147,6 +155,11 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
     )
     if finds_groups(type(parts.method)):
         infomap_class()
+    if parts.method.groups_by_labels() and scenario.validation is None:
+        raise UserError(
+            f"scenario.validation_fraction: {recipe.method['name']} groups images beside labelled ones that nobody "
+            "trains on, and none are held back; set it above 0, to 0.1 for example"
+        )
     privacy = privacy_of(recipe, parts.method)
     if privacy is not None:
         spent(

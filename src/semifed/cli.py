@@ -175,7 +175,12 @@ def discover(
     from semifed.discover import described, discovered
     from semifed.predict import images_of, load_model, write_csv
 
-    members = discovered(load_model(run), images_of(images), sheets)
+    model = load_model(run)
+    if model.misses_labels:
+        _say(
+            "This model came without model/labelled.safetensors: images are grouped without the help of labelled ones."
+        )
+    members = discovered(model, images_of(images), sheets)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("group", "images", "confidence"):
         table.add_column(title, justify="right")

@@ -180,14 +180,8 @@ class Evaluator:
         """What the method finds among images of known and novel classes, and what it is worth."""
         from semifed.discovery.evaluation import confidence_histograms, described_groups, discovery_metrics
 
-        held = self._scenario.validation
-        nobody = self.grouped[:0] if held is None else held.images[held.labelled]
-        gallery = Gallery(
-            self._outputs(net, self.grouped),
-            self._outputs(net, nobody),
-            torch.empty(0, dtype=torch.int64) if held is None else held.labels,
-            self._seed + 1,
-        )
+        beside, labels = self._held_back(net)
+        gallery = Gallery(self._outputs(net, self.grouped), beside, labels, self._seed + 1)
         member = method.clusters(gallery)
         names = self._scenario.every_name()
         return {
@@ -198,6 +192,19 @@ class Evaluator:
             "confidence": confidence_histograms(gallery, self._grouped_classes, SCORE_BINS),
             "map": self._group_map(member, gallery.images.features),
         }
+
+    @torch.no_grad()
+    def labelled(self, net: Net, weights: Weights) -> Weights:
+        """What the delivered model needs to know of the labelled images nobody trained on, to group others beside."""
+        net.load(weights)
+        said, labels = self._held_back(net)
+        return {"features": said.features, "labels": labels}
+
+    def _held_back(self, net: Net) -> tuple[Output, Tensor]:
+        held = self._scenario.validation
+        if held is None:
+            return self._outputs(net, self.grouped[:0]), torch.empty(0, dtype=torch.int64)
+        return self._outputs(net, held.images[held.labelled]), held.labels
 
     def _group_map(self, member: Tensor, features: Tensor) -> dict[str, Any]:
         shown = _spread(torch.arange(len(member)), SHOWN_ON_MAP)

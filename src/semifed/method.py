@@ -60,7 +60,7 @@ class Method(Generic[S, D, U, C, K]):
     """Federated averaging without a loss: the ground every method stands on."""
 
     title: ClassVar[str] = ""  # one line for `semifed list methods`
-    no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # values of scenario.labels or .classes, and why
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # scenario.labels, .classes or model.head, and why
     opens_labels: ClassVar[bool] = False  # a ceiling: trains on the true labels of all known images
     heads: ClassVar[Mapping[str, str]] = {}  # further heads the network must have
 
@@ -133,6 +133,10 @@ class Method(Generic[S, D, U, C, K]):
     def clusters(self, gallery: Gallery) -> Tensor:
         """Groups [n] among images of known and novel classes, -1 for none; only written by methods of discovery."""
         raise TypeError(f"{type(self).__name__} does not look for groups")
+
+    def groups_by_labels(self) -> bool:
+        """Whether `clusters` reads the gallery's labelled images: a run must hold some, its model brings them along."""
+        return False
 
 
 def averaged(received: Weights, ups: Sequence[Update], site: ServerSite, weight: Tensor | None = None) -> Weights:

@@ -25,6 +25,7 @@ from semifed.net import Net
 from semifed.recipe import ModelTable
 
 UNKNOWN_LABEL = "unknown"
+LABELLED = "labelled.safetensors"
 BATCH = 128
 
 Size = Annotated[int, Field(ge=1, le=2**16)]
@@ -70,13 +71,21 @@ class Member(NamedTuple):
     confidence: float
 
 
+class Labelled(NamedTuple):
+    """Images with labels that the model groups others beside: what is known of them is not more than this."""
+
+    features: Tensor  # [m, features]
+    labels: Tensor  # [m], known classes
+
+
 class Model:
     """A delivered model, loaded."""
 
-    def __init__(self, description: Description, method: AnyMethod, net: Net) -> None:
+    def __init__(self, description: Description, method: AnyMethod, net: Net, labelled: Labelled) -> None:
         self._description = description
         self._method = method
         self._net = net
+        self._labelled = labelled
         self._views = Views((), (), description.mean, description.std)
 
     @property
@@ -112,8 +121,14 @@ class Model:
             finders = ", ".join(name for name in method_names() if finds_groups(method_class(name)))
             raise UserError(f"{self.method_name} looks for no groups; train one of: {finders}")
         said = outputs_of(self._net, images, torch.arange(len(images)), self._views.plain, BATCH)
-        nobody = Output(said.logits[:0], said.features[:0], {name: part[:0] for name, part in said.heads.items()})
-        return self._method.clusters(Gallery(said, nobody, torch.empty(0, dtype=torch.int64), seed=1))
+        features, labels = self._labelled
+        beside = Output(self._net.classify(features), features, {})
+        return self._method.clusters(Gallery(said, beside, labels, seed=1))
+
+    @property
+    def misses_labels(self) -> bool:
+        """Whether it was to group images beside labelled ones, and came without any."""
+        return self._method.groups_by_labels() and not len(self._labelled.labels)
 
     @property
     def method_name(self) -> str:
@@ -138,11 +153,28 @@ def load_model(run: Path) -> Model:
             raise UserError(f"{run}: no model in it ({path.relative_to(run)} is missing); is the run finished?")
     description = _description(described)
     try:
-        return _built(description, load_file(stored), stored)
+        method, net = _built(description, load_file(stored), stored)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{stored} is damaged: {error}") from None
     except UserError as error:
         raise UserError(f"{described} is damaged: {error}") from None
+    return Model(description, method, net, _labelled(run / "model" / LABELLED, net, len(description.classes)))
+
+
+def _labelled(path: Path, net: Net, classes: int) -> Labelled:
+    """The labelled images a model brings along; none where it has no use for them, or nobody hands them on."""
+    width = net.network.backbone.features
+    if not path.is_file():
+        return Labelled(torch.empty(0, width), torch.empty(0, dtype=torch.int64))
+    try:
+        found = Labelled(**load_file(path))
+    except (SafetensorError, OSError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    features, labels = found
+    fits = features.shape == (len(labels), width) and features.dtype == torch.float32 and labels.ndim == 1
+    if not fits or labels.dtype != torch.int64 or not bool(((labels >= 0) & (labels < classes)).all()):
+        raise UserError(f"{path} is damaged: expected {width} features and a known class for each image")
+    return found
 
 
 def _description(path: Path) -> Description:
@@ -163,7 +195,7 @@ def _description(path: Path) -> Description:
     return description
 
 
-def _built(description: Description, weights: dict[str, Tensor], path: Path) -> Model:
+def _built(description: Description, weights: dict[str, Tensor], path: Path) -> tuple[AnyMethod, Net]:
     options = dict(description.method)
     try:
         method = method_class(str(options.pop("name", "")))(**options)
@@ -189,7 +221,7 @@ def _built(description: Description, weights: dict[str, Tensor], path: Path) -> 
     if expected != {name: tensor.shape for name, tensor in weights.items()}:
         raise UserError(f"it describes another network than the one in {path.name}")
     net.load(weights)
-    return Model(description, method, net)
+    return method, net
 
 
 def images_of(arguments: Sequence[Path]) -> list[Path]:

@@ -98,6 +98,11 @@ class ScenarioTable(Table):
             raise ValueError(f"labelled_clients: {self.labelled_clients} of {self.clients} clients cannot be labelled")
         return self
 
+    @property
+    def labelled_share(self) -> float | None:
+        """Of a client's known images, how many it has labels of, if it has any; None where nobody can say."""
+        return {"clients": self.labelled_fraction, "some-clients": 1.0}.get(self.labels)
+
 
 class ModelTable(Table):
     """The network."""
@@ -293,15 +298,33 @@ class Recipe(Table):
                 options[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
             except ValidationError as error:
                 raise UserError(complaint(error, prefix=f"method.{key}")) from None
+        if "labelled_share" in valid and not options.get("labelled_share"):
+            options["labelled_share"] = self.scenario.labelled_share or 0.0
         built: AnyMethod = kind(**options)
         return built
 
     def refuse_meaningless(self) -> None:
         """A method may have no meaning in a scenario: the error names the reason and the nearest that works."""
         reasons = self.build_method().no_meaning
-        for key, chosen in (("labels", self.scenario.labels), ("classes", self.scenario.classes)):
+        keys = {
+            "scenario.labels": self.scenario.labels,
+            "scenario.classes": self.scenario.classes,
+            "model.head": re.split(r"\W|\d", self.model.head)[0],
+        }
+        for key, chosen in keys.items():
             if chosen in reasons:
-                raise UserError(f"scenario.{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
+                raise UserError(f"{key}={chosen} has no meaning for {self.method['name']}: {reasons[chosen]}")
+        if self.scenario.classes == "novel" and self.scenario.labelled_per_class is not None:
+            raise UserError(
+                "scenario.labelled_per_class: its labelled images are among the unlabelled ones too, and in a graph of "
+                "both each would be there twice; where classes are novel, give scenario.labelled_fraction"
+            )
+        given, share = self.method.get("labelled_share"), self.scenario.labelled_share
+        if given and share and given != share:
+            raise UserError(
+                f"method.labelled_share: {given:g}, but clients have labels of {share:g} of their known images here, "
+                f"and k would be wrong; leave it out, or set {share:g} (method.neighbours sets k itself)"
+            )
 
     def plain(self) -> dict[str, Any]:
         """The recipe as nested tables without absent keys, the method's defaults written out."""

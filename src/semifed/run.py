@@ -247,6 +247,7 @@ class RoundLoop:
                 "accept": accept,
                 "calibrated_on": threshold.calibrated_on,
             },
+            self.evaluator.labelled(self.site.net, weights) if self.method.groups_by_labels() else None,
         )
         if evaluation.scores is not None:
             self.rundir.write_json("scores.json", evaluation.scores)

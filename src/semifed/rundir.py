@@ -154,10 +154,12 @@ class RunDirectory:
         (self.path / name).parent.mkdir(exist_ok=True)
         write_atomically(self.path / name, content)
 
-    def write_model(self, weights: Weights, description: Mapping[str, Any]) -> None:
-        """The delivered model, which loads without the run."""
-        arrays = {name: tensor.contiguous() for name, tensor in weights.items()}
-        write_atomically(self.path / "model" / "model.safetensors", save(arrays))
+    def write_model(self, weights: Weights, description: Mapping[str, Any], labelled: Weights | None = None) -> None:
+        """The delivered model, which loads without the run, and the labelled images it groups others beside."""
+        for name, tensors in (("model", weights), ("labelled", labelled)):
+            if tensors is not None:
+                arrays = {key: tensor.contiguous() for key, tensor in tensors.items()}
+                write_atomically(self.path / "model" / f"{name}.safetensors", save(arrays))
         self.write_json("model/model.json", description)
 
 
@@ -222,6 +224,8 @@ def finite(value: Any) -> Any:
 def _refuse_change(stored: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
     """A resumed run must be the same run; only the engine, which decides no number, may differ."""
     old, new = _flat(stored), _flat(wanted)
+    if new.get("method.novel") == 0:  # left to the data, which have told it since
+        new["method.novel"] = old.get("method.novel")
     for key in sorted(set(old) | set(new)):
         if not key.startswith("engine.") and old.get(key) != new.get(key):
             raise UserError(

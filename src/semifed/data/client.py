@@ -13,6 +13,7 @@ from semifed.models.stem_cache import StemCache
 from semifed.rng import Key, torch_stream
 
 IN_ONE_GO = 2**20  # values of pixels whose views are computed together; more are no faster
+BATCH_OF_LARGE = 64  # images that a network with large maps looks at together: 512 would need gigabytes
 SMALLEST_TAIL = 8  # a shorter last batch of an epoch is dropped: its batch statistics would be noise
 
 
@@ -41,6 +42,10 @@ class ClientData(NamedTuple):
             return len(self.labelled) + len(self.unlabelled)
         return int(torch.unique(torch.cat([self.labelled, self.unlabelled])).numel())
 
+    def apart(self) -> "ClientData":
+        """Without unlabelled images that are labelled, too: what groups images may not see one of them twice."""
+        return self._replace(unlabelled=self.unlabelled[~torch.isin(self.unlabelled, self.labelled)])
+
     def plain_outputs(self, net: "Classifies") -> Output:
         """What the network says of all unlabelled images, un-augmented."""
         return self._plain(net, self.unlabelled)
@@ -58,6 +63,8 @@ class ClientData(NamedTuple):
         stems: StemCache | None = getattr(net, "stems", None)
         if stems is None or not len(positions):
             return outputs_of(net, self.images, positions, self.views.plain)
+        if not stems.worth_it(lambda: self.views.plain(self.images[positions[:1]])):
+            return outputs_of(net, self.images, positions, self.views.plain, BATCH_OF_LARGE)
         learnt: KeepsStems = net  # type: ignore[assignment]
         return outputs_of(
             lambda chunk: learnt.after_stem(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 import torch
 from pydantic import Field, ValidationError
 
-from semifed.assembly import Parts
+from semifed.assembly import Parts, told_parts
 from semifed.complaint import complaint
 from semifed.data.datasets import Dataset, moments
 from semifed.data.image_folder import image_files
@@ -84,17 +84,27 @@ def server_parts(folder: Path) -> Parts:
         mean, std = moments(test.numpy())
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=mean, std=std)
     own = None
-    if recipe.scenario.labels == "server":
+    if recipe.scenario.labels == "server" or method.groups_by_labels():
+        why = "labels = 'server'" if recipe.scenario.labels == "server" else str(recipe.method["name"])
         own = read_site(folder / "data", consortium.classes, consortium.image, views)
         own = own._replace(unlabelled=own.unlabelled[:0])
         if not len(own.labelled):
-            raise UserError(f"{folder / 'data' / 'labelled'}: labels = 'server' needs images there, found none")
+            raise UserError(f"{folder / 'data' / 'labelled'}: {why} needs images there, found none")
     images = own.images[own.labelled] if own is not None else test[:0]
     labels = own.labels if own is not None else raw[:0]
     dataset = Dataset(folder.resolve().name, images, labels, test, raw, names, mean, std, str(folder))
     known = tuple(range(len(consortium.classes)))
     test_labels = torch.where(raw < len(known), raw, UNKNOWN)
-    return Parts(recipe, method, Scenario(dataset, known, views, own, [], labels, Sealed(labels), test_labels))
+    trained_on, held_back = (own, None) if recipe.scenario.labels == "server" else (None, own)
+    sealed = Sealed(labels)
+    scenario = Scenario(dataset, known, views, trained_on, [], labels, sealed, test_labels, held_back)
+    parts = told_parts(recipe, scenario)
+    if parts.recipe.method.get("novel") == 0:
+        raise UserError(
+            f"{folder / RECIPE}: set method.novel, the number of classes without a name that the clients may hold: "
+            f"{folder / 'data' / 'test'} has no folder of any"
+        )
+    return parts
 
 
 def _test_images(folder: Path, consortium: Consortium) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:

@@ -100,8 +100,8 @@ def fill_with_samples(directory: Path, recipe: Recipe) -> None:
     scenario = prepare_run(recipe).scenario
     names, data = scenario.class_names(), scenario.dataset
     server = directory / "server" / "data"
-    if scenario.server is not None:
-        held = scenario.server
+    held = scenario.server or scenario.validation
+    if held is not None:
         _save(server / "labelled", data.x_train[held.labelled], [names[label] for label in held.labels.tolist()])
     every = scenario.every_name()
     raw = scenario.every_class(data.y_test).tolist()
@@ -135,7 +135,8 @@ def _for_a_federation(recipe: Recipe) -> Recipe:
             **tables,
             "dataset": "federation",
             "scenario": {**scenario, "partition": "folders"},
-            "evaluate": {**tables["evaluate"], "unseen": []},  # foreign sets may not be where the server is
+            # Foreign sets may not be where the server is, and the clients' own images never are.
+            "evaluate": {**tables["evaluate"], "unseen": [], "discover": "test"},
             "engine": {"timeout": recipe.engine.timeout or AN_HOUR},
         }
     )
@@ -154,7 +155,9 @@ def _consortium(agreement: Agreement, keys: dict[str, str]) -> dict[str, object]
 
 
 def _recipe_facts(recipe: Recipe) -> dict[str, object]:
-    return {"method": recipe.method["name"], "rounds": recipe.rounds, "labels": recipe.scenario.labels}
+    at_server = recipe.scenario.labels == "server" or recipe.build_method().groups_by_labels()
+    facts = {"method": recipe.method["name"], "rounds": recipe.rounds, "labels": recipe.scenario.labels}
+    return {**facts, "labelled_at_server": at_server}
 
 
 def _host(address: str) -> str:

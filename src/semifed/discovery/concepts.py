@@ -62,10 +62,10 @@ def discover_concepts(
         links = neighbour_links(near, least_similarity)
         links = refined(links, near, known, rule=rule, partners=partners, generator=generator)
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
-        group = communities(links, len(some), seed=seed, trials=trials)
-        if k >= count - 1 or _groups(group) <= min(MOST_CONCEPTS, MOST_CONCEPTS_BY_IMAGE * len(some)):
+        modules = communities(links, len(some), seed=seed, trials=trials)
+        group = _without_small(modules, smallest)
+        if k >= count - 1 or not _in_fragments(modules, group):
             break
-    group = _without_small(group, smallest)
     if outliers == "nearest" and not _groups(group):
         group = torch.zeros_like(group)
     inside = group >= 0
@@ -107,6 +107,13 @@ def sampled(images: int, neighbours: int, most_links: int, generator: torch.Gene
     share = math.sqrt(most_links / (images * neighbours))
     drawn: Tensor = torch.randperm(images, generator=generator)[: max(int(share * images), 1)]
     return drawn.sort().values
+
+
+def _in_fragments(modules: Tensor, group: Tensor) -> bool:
+    """Whether there are too many concepts, or modules but none that is large enough to be one."""
+    concepts = _groups(group)
+    most = min(MOST_CONCEPTS, MOST_CONCEPTS_BY_IMAGE * len(group))
+    return concepts > most or (concepts == 0 and _groups(modules) > 0)
 
 
 def _groups(member: Tensor) -> int:

@@ -35,6 +35,12 @@ class Guided(NamedTuple):
     concepts: Concepts
     label: Tensor  # [unlabelled], the classifier's guess
     identified: Tensor  # [unlabelled] bool, surely of a known class
+    doubted: bool  # the threshold told nothing, so no label entered the graph and no image is identified
+
+    @property
+    def pseudo(self) -> PseudoLabels:
+        """The labels it gave."""
+        return PseudoLabels(torch.arange(len(self.label)), self.label, self.identified)
 
 
 def guided_concepts(
@@ -52,21 +58,21 @@ def guided_concepts(
     confidence, label = unlabelled.logits.softmax(dim=1).max(dim=1)
     own, guess = labelled.logits.softmax(dim=1).max(dim=1)
     identified = confidence > seen_threshold(own, settings.percentile, settings.bandwidth)
-    refine = settings.refine
-    if len(labels) and len(label) and _share(identified) > ALMOST_ALL and _share(guess == labels) < RELIABLE:
-        refine = "none"
+    some = len(labels) > 0 and len(label) > 0
+    doubted = some and _share(identified) > ALMOST_ALL and _share(guess == labels) < RELIABLE
+    identified = identified & (not doubted)
     concepts = discover_concepts(
         torch.cat([labelled.features, unlabelled.features]),
         torch.cat([labels, torch.where(identified, label, -1)]),
         neighbours=neighbours,
         least_similarity=settings.least_similarity,
-        rule=refine,
+        rule="none" if doubted else settings.refine,
         partners=settings.partners,
         outliers=outliers,
         generator=generator,
         trials=trials,
     )
-    return Guided(concepts, label, identified)
+    return Guided(concepts, label, identified, doubted)
 
 
 def local_concepts(
@@ -76,11 +82,11 @@ def local_concepts(
     labelled_share: float,
     outliers: Literal["nearest", "none"],
     visit: Visit,
-) -> tuple[Concepts, PseudoLabels]:
+) -> Guided:
     """What a client discovers among its un-augmented images with the received network."""
     count = len(data.labelled) + len(data.unlabelled)
     neighbours = settings.neighbours or neighbour_count(count, data.labels.bincount(), labelled_share)
-    guided = guided_concepts(
+    return guided_concepts(
         data.labelled_outputs(net),
         data.labels,
         data.plain_outputs(net),
@@ -89,7 +95,6 @@ def local_concepts(
         outliers=outliers,
         generator=visit.stream("concepts"),
     )
-    return guided.concepts, PseudoLabels(torch.arange(len(guided.label)), guided.label, guided.identified)
 
 
 def true_concepts(net: Net, data: ClientData) -> Concepts:

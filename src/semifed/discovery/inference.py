@@ -18,7 +18,7 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
     """Infomap's groups [n] of the images alone (FedLPA), or of a graph that is told the labels (FedLPA+)."""
     neighbours = settings.neighbours or neighbours_among(gallery)
     generator = torch.Generator().manual_seed(gallery.seed)
-    if with_labels and len(gallery.labels):
+    if with_labels:
         guided = guided_concepts(
             gallery.labelled, gallery.labels, gallery.images, settings, neighbours, generator=generator, trials=TRIALS
         )
@@ -37,7 +37,12 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
 
 
 def kmeans_clusters(gallery: Gallery, clusters: int) -> Tensor:
-    """GCD's groups [n]: semi-supervised k-means on unit features, which must be told how many groups there are."""
+    """GCD's groups [n]: semi-supervised k-means on unit features, which must be told how many groups there are.
+
+    Every labelled class has one, whatever is told, and beside those there are no more groups than images.
+    """
+    present = len(gallery.labels.unique())
+    clusters = min(max(clusters, present, 1), present + len(gallery.images.features))
     return semi_supervised_kmeans(
         unit(gallery.images.features),
         unit(gallery.labelled.features),

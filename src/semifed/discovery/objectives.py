@@ -22,6 +22,8 @@ ONLY_NOVEL = {
     "known": "there is nothing to discover; the nearest setting that works is scenario.classes=novel",
     "open": "it groups unknown images, it rejects none; the nearest setting that works is scenario.classes=novel",
 }
+_BOUNDED = "its temperatures are those of cosines; the nearest setting that works is model.head=cosine"
+ONLY_COSINES = {**ONLY_NOVEL, "linear": _BOUNDED, "mlp": _BOUNDED}
 PROJECTION = "mlp3(2048, 256, gelu)"  # DINO's head, on which GCD, SimGCD and FedLPA contrast
 
 

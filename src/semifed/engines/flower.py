@@ -344,6 +344,8 @@ def _answered(letter: Letter, folder: Path) -> Letter:
     data = read_site(folder / client.data, setting.names, setting.shape, views, cache=cache)
     if recipe.scenario.labels == "server":
         data = data._replace(labelled=data.labelled[:0], labels=data.labels[:0])
+    if recipe.scenario.classes == "novel":
+        data = data.apart()
     return answer(letter, data, HeldStore(state / "kept" / str(letter.facts["run"])), share=client.share)
 
 

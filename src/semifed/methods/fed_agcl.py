@@ -80,7 +80,7 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
     shared_weight: NonNegative = 1.0  # with those of all clients; 0: GCL alone
     margin: NonNegative = 0.3
     most_groups: Annotated[int, Field(ge=1)] = 64  # the largest, that a client tells of
-    novel: Annotated[int, Field(ge=0)] = 5  # for k-means at the end
+    novel: Annotated[int, Field(ge=0)] = 0  # classes, for k-means at the end; 0: as many as the data have
 
     def setup(self, weights: Weights, site: ServerSite) -> Associated:
         return Associated(weights, Mixture(torch.empty(0, 0), torch.empty(0, 0), torch.empty(0)))  # no groups yet
@@ -129,3 +129,6 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
 
     def clusters(self, gallery: Gallery) -> Tensor:
         return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)
+
+    def groups_by_labels(self) -> bool:
+        return True

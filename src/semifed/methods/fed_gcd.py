@@ -39,8 +39,9 @@ class FedGCD(Method[Server, Down, Up]):
     unsupervised_share: Share = 0.65  # 1 - GCD's weight of the supervised contrast
     supervised_temperature: Temperature = 0.07
     unsupervised_temperature: Temperature = 1.0
-    # Classes beside the known ones: it cannot do without. "searched": by how well the labelled ones are found.
-    novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 5
+    # Classes beside the known ones: it cannot do without. 0: as many as the data have; "searched": by how well the
+    # labelled ones are found.
+    novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 0
 
     def train(self, net: Net, local: Local[Nothing, Nothing], course: Course) -> Fitted:
         fitted = course.follow(net, local.data, self.loss, local.const)
@@ -62,3 +63,6 @@ class FedGCD(Method[Server, Down, Up]):
         if self.novel == "searched":
             return kmeans_clusters(gallery, likely_classes(gallery))
         return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)
+
+    def groups_by_labels(self) -> bool:
+        return True

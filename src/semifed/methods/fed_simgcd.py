@@ -15,7 +15,7 @@ from torch import Tensor
 from semifed.data.client import Batch, ClientData
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.objectives import (
-    ONLY_NOVEL,
+    ONLY_COSINES,
     PROJECTION,
     contrast,
     equal_mean,
@@ -44,10 +44,10 @@ class FedSimGCD(Method[Server, Down, Up, Sharpening]):
     """Cross entropy, self-distillation between two views and a uniform prior over all classes, named or not."""
 
     title: ClassVar[str] = "a classifier with rows for novel classes, self-distilled and averaged"
-    no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION, "novel": "cosine(5)"}
 
-    novel: Annotated[int, Field(ge=1)] = 5  # classes beside the known ones; it cannot do without
+    novel: Annotated[int, Field(ge=0)] = 0  # classes beside the known ones; 0: as many as the data have
     unsupervised_share: Share = 0.65  # lambda
     entropy_weight: NonNegative = 1.0  # epsilon: 1 on CIFAR-10, 4 on CIFAR-100, 2 on CUB
     student_temperature: Temperature = 0.1

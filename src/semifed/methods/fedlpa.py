@@ -18,7 +18,7 @@ from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings, local_concepts, true_concepts, true_members
 from semifed.discovery.inference import graph_clusters
 from semifed.discovery.objectives import (
-    ONLY_NOVEL,
+    ONLY_COSINES,
     PROJECTION,
     contrast,
     equal_mean,
@@ -55,6 +55,7 @@ class Const(NamedTuple):
     found: Found
     warming: bool
     sharpening: float  # student's over teacher's temperature
+    refreshed: dict[str, Tensor]  # what this round's refresh measured; nothing where there was none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     """Contrastive warm-up, then self-distillation over local concepts whose batch prior it must meet."""
 
     title: ClassVar[str] = "local concepts by Infomap, and predictions aligned with their local prior"
-    no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
+    no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
 
     warmup_rounds: Rounds = 20
@@ -77,9 +78,10 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     concepts: Literal["found", "oracle"] = "found"
     refine: Literal["clique", "reweight", "cut", "none"] = "clique"
     partners: Annotated[int, Field(ge=0)] = 20  # links a node gains within its class, "clique" alone
-    neighbours: Annotated[int, Field(ge=0)] = 0  # k; 0: from the size of the labelled classes
+    neighbours: Annotated[int, Field(ge=0)] = 0  # k at a client; 0: from the size of the labelled classes
+    final_neighbours: Annotated[int, Field(ge=0)] = 0  # k among the images that are grouped at the end; 0: by a rule
     least_similarity: Share = 0.5  # tau_f
-    labelled_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a class's images: labelled ones tell its size
+    labelled_share: Share = 0.0  # of a class's images: the labelled ones tell its size; 0: the scenario's
     outliers: Literal["nearest", "none"] = "nearest"
     student_temperature: Temperature = 0.1
     teacher_temperature: Temperature = 0.04
@@ -102,16 +104,17 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     def prepare(self, net: Net, down: Down, data: ClientData, kept: Found | None, visit: Visit) -> Local[Const, Found]:
         nothing = torch.empty(0, dtype=torch.int64)
         found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0))
-        warming, pseudo = visit.round <= self.warmup_rounds, None
-        # A client that missed its turn refreshes when it is back.
-        if not warming and (int(found.round) == 0 or visit.round - int(found.round) >= self.refresh):
-            concepts, pseudo = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
-            if self.concepts == "oracle":
-                concepts = true_concepts(net, data)
+        warming, pseudo, measured = visit.round <= self.warmup_rounds, None, {}
+        # A client that missed its turn refreshes when it is back, and so does one whose images are not those of then.
+        due = visit.round - int(found.round) >= self.refresh or len(found.member) != len(data.unlabelled)
+        if not warming and (int(found.round) == 0 or due):
+            guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
+            pseudo, measured = guided.pseudo, {"doubted": torch.tensor([float(guided.doubted)])}
+            concepts = true_concepts(net, data) if self.concepts == "oracle" else guided.concepts
             found = Found(*self._members(concepts, data), concepts.prototypes, torch.tensor(visit.round))
         temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
         factor = sharpening(max(visit.round - self.warmup_rounds, 1), self.teacher_rounds, *temperatures)
-        return Local(data, Const(found, warming, factor), found, pseudo)
+        return Local(data, Const(found, warming, factor, measured), found, pseudo)
 
     def _members(self, concepts: Concepts, data: ClientData) -> tuple[Tensor, Tensor]:
         member = concepts.member[len(data.labelled) :]
@@ -134,7 +137,8 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         unsupervised = alike + self.prior_weight * aligned + apart.unsupervised
         value = share * unsupervised + (1 - share) * (named + apart.supervised)  # Eq. (8)
         terms |= {"supervised": named, "distillation": alike, "prior": aligned}
-        return Loss(value, terms, measured={"concepts": torch.tensor([float(len(const.found.prototypes))])})
+        concepts = torch.tensor([float(len(const.found.prototypes))])
+        return Loss(value, terms, measured={"concepts": concepts, **const.refreshed})
 
     def _alignment(self, features: Tensor, position: Tensor, const: Const) -> tuple[Tensor, Tensor]:
         """L_SD and D(p̄, π) of Eq. (7); both 0 where fewer than two concepts leave nothing to tell apart."""
@@ -153,4 +157,8 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         return equal_mean(server, ups, site)
 
     def clusters(self, gallery: Gallery) -> Tensor:
-        return graph_clusters(gallery, self.graph, with_labels=self.inference == "graph+labels")
+        settings = self.graph._replace(neighbours=self.final_neighbours)
+        return graph_clusters(gallery, settings, with_labels=self.groups_by_labels())
+
+    def groups_by_labels(self) -> bool:
+        return self.inference == "graph+labels"

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+LARGEST = 2**17  # bytes of a stem that is worth keeping: of larger ones a budget holds too few to save their passes
+
 
 class StemCache:
     """The stems of images by key, kept in one process as far as its budget of bytes goes.
@@ -19,10 +21,21 @@ class StemCache:
         self._stem = stem
         self._budget = budget
         self._kept: dict[int, Tensor] = {}
+        self._small: bool | None = None  # not known before the first stem
         self.size = 0  # bytes kept
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @torch.no_grad()
+    def worth_it(self, view: Callable[[], Tensor]) -> bool:
+        """Whether stems are small enough to be kept; all have the size of that of any one image, which `view` gives.
+
+        It depends on the network and the size of images alone, so every process comes to the same answer.
+        """
+        if self._small is None:
+            self._small = self._bytes(self._stem(view())) <= LARGEST
+        return self._small
 
     @torch.no_grad()
     def maps(self, keys: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
@@ -35,8 +48,12 @@ class StemCache:
         if key in self._kept:
             return self._kept[key]
         stem = self._stem(view(torch.tensor([place])))[0].clone()
-        taken = stem.numel() * stem.element_size()
+        taken = self._bytes(stem)
         if self.size + taken <= self._budget:
             self._kept[key] = stem
             self.size += taken
         return stem
+
+    @staticmethod
+    def _bytes(stem: Tensor) -> int:
+        return stem.numel() * stem.element_size()

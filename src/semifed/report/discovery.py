@@ -248,7 +248,11 @@ def _confidence_chart(discovery: Mapping[str, Any]) -> Chart | None:
     confidence = discovery.get("confidence")
     told: Mapping[str, Any] = confidence if isinstance(confidence, Mapping) else {}
     counts = told.get("counts")
-    names = {"labelled": "labelled images", "known": "unlabelled, known classes", "novel": "unlabelled, novel classes"}
+    names = {
+        "labelled": "the server's labelled images, not trained on",
+        "known": "grouped images, known classes",
+        "novel": "grouped images, novel classes",
+    }
     return score_histogram(
         listed(told, "bins"),
         {words: listed(counts if isinstance(counts, Mapping) else {}, key) for key, words in names.items()},
