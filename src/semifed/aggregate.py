@@ -1,13 +1,14 @@
 """How the server makes one model out of many."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from semifed.wire import Weights
 
+SMALL = 2**15  # numbers of a tensor that is averaged together with others
 FEWEST_GATED = 5  # a mean over fewer samples says nothing of a client
 MOST_IMAGES = 1e9  # no client holds more, whatever it claims
 HOPELESS = 1e-12  # clients this much less trusted than the best are alike: no claim may stretch the scale further
@@ -41,18 +42,26 @@ def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
 
     Float64 keeps the mean of equal models equal to them, bit for bit.
     """
-    share = weight.tolist()
-    return {name: _weighted_sum([model[name] for model in models], share) for name in models[0]}
+    share, first = weight.tolist(), models[0]
+    small = [name for name, tensor in first.items() if tensor.numel() <= SMALL and tensor.dtype == torch.float32]
+    mean = {name: _weighted_sum([model[name] for model in models], share) for name in first.keys() - small}
+    if small:  # one sum for all of them: a network has dozens, and a sum costs its calls rather than its numbers
+        rows = (torch.cat([model[name].flatten() for name in small]) for model in models)
+        parts = _weighted_sum(rows, share).split([first[name].numel() for name in small])
+        mean |= {name: part.view(first[name].shape) for name, part in zip(small, parts, strict=True)}
+    return {name: mean[name] for name in first}
 
 
-def _weighted_sum(tensors: Sequence[Tensor], share: Sequence[float]) -> Tensor:
+def _weighted_sum(tensors: Iterable[Tensor], share: Sequence[float]) -> Tensor:
     """Two float64 tensors are all that is held beside the given ones, however many these are."""
-    total = tensors[0].double() * share[0]
+    others = iter(tensors)
+    first = next(others)
+    total = first.double() * share[0]
     term = torch.empty_like(total)
-    for tensor, factor in zip(tensors[1:], share[1:], strict=True):
+    for tensor, factor in zip(others, share[1:], strict=True):
         # Not add_(tensor, alpha=factor): rounding once instead of twice would change the last bit.
         total.add_(term.copy_(tensor).mul_(factor))
-    return _as_type(total, tensors[0].dtype)
+    return _as_type(total, first.dtype)
 
 
 def reliability_shares(losses: Sequence[float], epsilon: float, most: float) -> Tensor:

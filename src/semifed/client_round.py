@@ -71,6 +71,8 @@ class Reply(NamedTuple):
 
 def too_few_images(data: ClientData) -> str | None:
     """Why a client cannot train at all."""
+    if max(len(data.labelled), len(data.unlabelled)) >= FEWEST_IMAGES:  # nobody lists an image twice
+        return None
     held = data.image_count
     if held < FEWEST_IMAGES:
         return f"it holds {held} image{'' if held == 1 else 's'}, training needs {FEWEST_IMAGES}"
@@ -123,7 +125,8 @@ def _last_labels(pseudo: list[PseudoLabels], data: ClientData) -> PseudoLabels |
     # An opinion that only one stage of the training has is no opinion on all images: it is left out.
     shared = set.intersection(*(set(arrays) for arrays in given))
     whole = {name: torch.cat([arrays[name] for arrays in given]) for name in shared}
-    order = torch.arange(len(whole["position"]))
-    last = torch.full((len(data.unlabelled),), -1).scatter_reduce(0, whole["position"], order, "amax")
-    seen = last >= 0
-    return from_arrays(PseudoLabels, whole).at(last[seen])._replace(position=data.unlabelled[seen])
+    position = whole["position"]
+    last = torch.full((len(data.unlabelled),), -1).scatter_reduce(0, position, torch.arange(len(position)), "amax")
+    chosen = last[last >= 0]
+    labels = from_arrays(PseudoLabels, {name: array[chosen] for name, array in whole.items()})
+    return labels._replace(position=data.unlabelled[labels.position])

@@ -234,9 +234,9 @@ class Evaluator:
             return None
         scenario = self._scenario
         # SAGE's protocol lists labelled images among the unlabelled: their labels are no pseudo-labels.
-        pseudo = record.pseudo.at(scenario.labels[record.pseudo.position] == UNKNOWN)
+        pseudo = record.pseudo.at((scenario.labels[record.pseudo.position] == UNKNOWN).nonzero()[:, 0])
         own = scenario.labels[scenario.holdings[record.client].labelled]
-        majority = majority_classes(own, len(scenario.known))
+        majority = None if pseudo.received is None else majority_classes(own, len(scenario.known))
         return Labelled(pseudo, scenario.sealed.break_seal()[pseudo.position], majority)
 
     @torch.no_grad()

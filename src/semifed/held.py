@@ -34,9 +34,11 @@ class HeldStore:
 
     def forget_before(self, client: int, round_: int) -> None:
         """Delete what can never be gone back to."""
-        for path in self.path(client, round_).parent.glob("*.safetensors*"):
-            if path.name < f"{round_:06d}":
-                path.unlink(missing_ok=True)
+        directory = self.path(client, round_).parent
+        if directory.is_dir():
+            for path in directory.glob("*.safetensors*"):
+                if path.name < f"{round_:06d}":
+                    path.unlink(missing_ok=True)
 
     def path(self, client: int, round_: int) -> Path:
         """The file of a client and round."""

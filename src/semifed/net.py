@@ -44,6 +44,8 @@ class Net:
         self._frozen = frozen_names(network)
         self._batchnorm = [name for name in self.state_names() if name.rpartition(".")[0] in normalising]
         self._buffers = {name for name, _ in network.named_buffers()} - self._frozen
+        self._layers = list(network.modules())
+        self._learners = {name: one for name, one in network.named_parameters() if name not in self._frozen}
         self.stems = StemCache(self.stem, STEM_BYTES) if self._frozen else None
 
     def __call__(self, images: Tensor) -> Output:
@@ -119,9 +121,14 @@ class Net:
             set_batchnorm(copied, "static")  # looks at batches and remembers nothing of them
         return FrozenNet(copied.train(statistics == "batch"), self.device, self.precision)
 
+    def train(self, mode: bool) -> None:
+        """Enter or leave training: `Module.train` without looking for the layers again."""
+        for layer in self._layers:
+            layer.training = mode
+
     def learners(self) -> dict[str, nn.Parameter]:
         """What the optimiser moves, by name, where the network is."""
-        return {name: one for name, one in self.network.named_parameters() if name not in self._frozen}
+        return self._learners.copy()
 
     def named_parameters(self) -> dict[str, Tensor]:
         """What training moves, for a loss to compare: gradients reach the network."""

@@ -6,7 +6,7 @@ counts: whatever weights a method then averages them with, it is what it gets.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,9 @@ def defence(text: str) -> list[Step]:
 
 def change_norms(updates: Sequence[Any], received: Weights) -> Tensor:
     """How far each update is from what the clients received: the norm over all weights, [updates]."""
-    return torch.tensor([float(torch.linalg.vector_norm(_change(one.weights, received))) for one in updates])
+    start = {names: _flat(received[name] for name in names) for names in {tuple(one.weights) for one in updates}}
+    changes = (_flat(one.weights.values()) - start[tuple(one.weights)] for one in updates)
+    return torch.tensor([float(torch.linalg.vector_norm(change)) for change in changes])
 
 
 def absurd(updates: Sequence[Any], received: Weights) -> list[str | None]:
@@ -154,8 +156,15 @@ def _unanimous(updates: list[Any], combined: Callable[[Tensor], Tensor]) -> list
 
 
 def _change(weights: Weights, received: Weights) -> Tensor:
-    parts = [(tensor.double() - received[name].double()).flatten() for name, tensor in weights.items()]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return _flat(weights.values()) - _flat(received[name] for name in weights)
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers one after the other, in double precision."""
+    parts = [tensor.flatten() for tensor in tensors]
+    if len({part.dtype for part in parts}) != 1:  # there is no type between float32 and int64 that keeps both
+        parts = [torch.zeros(0, dtype=torch.float64), *(part.double() for part in parts)]
+    return torch.cat(parts).double()
 
 
 def _scaled(weights: Weights, received: Weights, factor: float) -> Weights:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from semifed.assembly import Parts
 from semifed.bench.rounds import TimedEngine, run_rounds
@@ -18,6 +17,7 @@ from semifed.client_round import Reply
 from semifed.data.views import Views
 from semifed.engines import Engine
 from semifed.errors import ClientFailure
+from semifed.fit import Descent
 from semifed.models.network import Network
 
 KINDS = ("steps", "views", "gates")  # what a client's time is sorted into; the rest are losses and bookkeeping
@@ -86,16 +86,12 @@ class _Watcher:
             *((method, hook, "gates") for hook in ("prepare", "report", "keep")),
             (Network, "forward", "steps"),
             (torch.Tensor, "backward", "steps"),
-            (torch.optim.SGD, "step", "steps"),
-            (torch.optim.SGD, "zero_grad", "steps"),
-            (torch.nn.utils, "clip_grad_norm_", "steps"),
+            (Descent, "forget", "steps"),
+            (Descent, "step", "steps"),
         ]
         with ExitStack() as at_the_end:
-            for hook in (
-                register_module_forward_pre_hook(self._note_pass),
-                register_optimizer_step_post_hook(self._note_step),
-            ):
-                at_the_end.callback(hook.remove)
+            at_the_end.callback(register_module_forward_pre_hook(self._note_pass).remove)
+            at_the_end.enter_context(patch.object(Descent, "step", self._noted(Descent.step)))
             for owner, name, kind in clocked:
                 at_the_end.enter_context(patch.object(owner, name, self._clocked(getattr(owner, name), kind)))
             yield
@@ -108,9 +104,15 @@ class _Watcher:
         if isinstance(module, Network) and self._inside != "gates":
             self._passes.append(Pass(len(inputs[0]), module.training and torch.is_grad_enabled()))
 
-    def _note_step(self, *_: object) -> None:
-        self.steps[self._place].append(tuple(self._passes))
-        self._passes.clear()
+    def _noted(self, step: Callable[..., None]) -> Callable[..., None]:
+        @wraps(step)
+        def noted(*given: Any) -> None:
+            step(*given)
+            if self._passes:  # networks that are trained together move one after the other
+                self.steps[self._place].append(tuple(self._passes))
+                self._passes.clear()
+
+        return noted
 
     def _clocked(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @wraps(call)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -83,11 +84,10 @@ class RandAugmentDraw:
         # One number says operation, level and sign: it sorts the samples and indexes every table of parameters.
         codes = (self.operations * _CODES + (self.levels - 1) * 2 + self.negative) * self.applied
         codes, orders = codes.T.contiguous().sort()
-        starts = torch.tensor([_CODES * _INDEX[name] for name in _GROUPS], device=images.device)
-        starts = torch.searchsorted(codes, starts.repeat(len(codes), 1))
-        sizes = starts.diff(append=starts.new_full((len(codes), 1), len(images))).tolist()
-        for turn in range(len(codes)):
-            images = _one_turn(images, orders[turn], codes[turn], sizes[turn])
+        starts = torch.searchsorted(codes, _first_codes(len(codes), images.device)).tolist()
+        for turn, order, back, cuts in zip(codes, orders, orders.argsort(), starts, strict=True):
+            sizes = [later - start for start, later in pairwise([*cuts, len(images)])]
+            images = _one_turn(images, order, turn, sizes).index_select(0, back)
         return images
 
 
@@ -129,7 +129,7 @@ def integers(low: int, high: int, size: tuple[int, ...], images: Tensor, generat
 
 
 def _one_turn(images: Tensor, order: Tensor, codes: Tensor, sizes: list[int]) -> Tensor:
-    """Apply one operation to each sample; samples are sorted by code, so each kernel works on one slice."""
+    """Apply one operation to each sample; they come out sorted by code, so that each kernel works on one slice."""
     images = images.index_select(0, order)
     idle, fixed, contrast, auto, equal, moved, sharp, colour = images.split_with_sizes(sizes)
     _, fixed_code, contrast_code, _, _, moved_code, sharp_code, colour_code = codes.split_with_sizes(sizes)
@@ -154,7 +154,7 @@ def _one_turn(images: Tensor, order: Tensor, codes: Tensor, sizes: list[int]) ->
         parts.append(image_ops.sharpness(sharp, factors[sharp_code]))
     if len(colour):
         parts.append(image_ops.color(colour, factors[colour_code]))
-    return torch.cat(parts).index_select(0, order.argsort())
+    return torch.cat(parts)
 
 
 def _sources(codes: Tensor, images: Tensor) -> Tensor:
@@ -164,6 +164,12 @@ def _sources(codes: Tensor, images: Tensor) -> Tensor:
     if height * width <= _TABLE_PIXELS:
         return _source_table(height, width, images.device).index_select(0, rows)
     return image_ops.source_pixels(_matrices(height, width, images.device)[rows], height, width)
+
+
+@lru_cache(maxsize=8)
+def _first_codes(turns: int, device: torch.device) -> Tensor:
+    """The first code of each group, [turns, groups]."""
+    return torch.tensor([_CODES * _INDEX[name] for name in _GROUPS], device=device).repeat(turns, 1)
 
 
 @lru_cache(maxsize=8)

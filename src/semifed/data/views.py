@@ -41,7 +41,7 @@ class FlipDraw:
     def window(self, height: int, width: int) -> Window:
         """Where the mirrored pixels come from."""
         rows = torch.arange(height, device=self.mask.device).expand(len(self.mask), height)
-        return Window(rows, image_ops.flip_columns(self.mask, width))
+        return Window(rows, _mirrored(width, self.mask.device).index_select(0, self.mask.int()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +54,10 @@ class CropDraw:
 
     def window(self, height: int, width: int) -> Window:
         """Where the pixels inside the window come from."""
+        device = self.top.device
         return Window(
-            image_ops.reflected_span(self.top, self.padding, height),
-            image_ops.reflected_span(self.left, self.padding, width),
+            _reflected(self.padding, height, device).index_select(0, self.top),
+            _reflected(self.padding, width, device).index_select(0, self.left),
         )
 
 
@@ -274,6 +275,18 @@ class Views:
         rows = view.view(count * height, width * channels)
         torch.addcmul(shift, rows, scale, out=rows)
         return view.permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=8)
+def _mirrored(width: int, device: torch.device) -> Tensor:
+    """Source columns [2, w] of an image that stays as it is, and of one that is mirrored."""
+    return image_ops.flip_columns(torch.tensor([False, True], device=device), width)
+
+
+@lru_cache(maxsize=8)
+def _reflected(padding: int, side: int, device: torch.device) -> Tensor:
+    """Source rows or columns [2 * padding + 1, side] of every window there is."""
+    return image_ops.reflected_span(torch.arange(2 * padding + 1, device=device), padding, side)
 
 
 @lru_cache(maxsize=8)

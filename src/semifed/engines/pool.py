@@ -119,8 +119,7 @@ class Pool:
 
     def __init__(self, build: Callable[[], Workplace], images: Tensor, workers: int, timeout: float | None) -> None:
         self._context = torch_mp.get_context("forkserver")
-        # The first optimiser of a process imports torch._dynamo, which takes as long as torch itself.
-        mp.set_forkserver_preload(["semifed.run", "torch._dynamo"])
+        mp.set_forkserver_preload(["semifed.run"])
         self._build = build
         self._images = images.share_memory_()
         self._timeout = timeout
@@ -152,7 +151,7 @@ class Pool:
                     raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
                 self._stillborn = 0
                 if isinstance(answer, _Answer):
-                    arrays = spool.keep(read_buffer(worker.ups[answer.turn], answer.layout))
+                    arrays = spool.keep_packed(worker.ups[answer.turn], answer.layout)
                     self._hand_out(queue, layouts)  # the worker need not wait until its answer is unpacked
                     held = _unpack_held(answer.held, kept_type)
                     answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
@@ -358,14 +357,17 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
     _, down_type, _, kept_type = payload_types(place.method)
     ups, turn = (SharedBuffer(), SharedBuffer()), 0  # one may still be read while the next client's is written
     memory = torch.empty(0, dtype=torch.uint8)
+    layout: Layout | None = None
+    down: Any = None
     while True:
         try:
             order: _Order = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            memory = memory if order.down is None else order.down
-            down: Any = from_arrays(down_type, read_buffer(memory, order.layout))
+            if order.down is not None or order.layout != layout:  # else it is read where the last client read it
+                memory, layout = memory if order.down is None else order.down, order.layout
+                down = from_arrays(down_type, read_buffer(memory, layout))
             held = None if order.held is None else _unpack_held(order.held, kept_type)
             labelled, labels, unlabelled = map(torch.from_numpy, (order.labelled, order.labels, order.unlabelled))
             told = None if order.classes is None else torch.from_numpy(order.classes)
@@ -375,10 +377,10 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> 
                 answer: Any = reply
             else:
                 turn = 1 - turn
-                (layout,), fresh = ups[turn].write(to_arrays(reply.up))
+                (written,), fresh = ups[turn].write(to_arrays(reply.up))
                 assert reply.held is not None, "only clients elsewhere keep what they hold to themselves"
                 memory_of_up = ups[turn].memory if fresh else None
-                answer = _Answer(memory_of_up, turn, layout, _pack_held(reply.held), _pack_record(reply.record))
+                answer = _Answer(memory_of_up, turn, written, _pack_held(reply.held), _pack_record(reply.record))
         except Exception:
             answer = _Crash(_traceback())
         try:

@@ -1,5 +1,6 @@
 """Payloads packed once and read in place: in memory that processes share, or in files where memory would not do."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,7 @@ class SharedBuffer:
     def __init__(self, allocate: Callable[[int], Tensor] = _shared) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._allocate = allocate
+        self._places: tuple[list[Layout], list[dict[str, Tensor]]] = [], []  # of the last payloads
 
     def write(self, *payloads: dict[str, Tensor]) -> tuple[list[Layout], bool]:
         """Pack payloads, what they share once; says where all of it is, and whether the buffer is a new one."""
@@ -51,8 +53,10 @@ class SharedBuffer:
         if fresh:
             self.memory = self._allocate(end)
         layouts = [[(name, a.dtype, tuple(a.shape), start[id(a)]) for name, a in part.items()] for part in payloads]
-        for layout, payload in zip(layouts, payloads, strict=True):
-            for place, array in zip(read_buffer(self.memory, layout).values(), payload.values(), strict=True):
+        if fresh or layouts != self._places[0]:
+            self._places = layouts, [read_buffer(self.memory, layout) for layout in layouts]
+        for places, payload in zip(self._places[1], payloads, strict=True):
+            for place, array in zip(places.values(), payload.values(), strict=True):
                 if start.pop(id(array), None) is not None:
                     place.copy_(array)
         return layouts, fresh
@@ -60,12 +64,11 @@ class SharedBuffer:
 
 def read_buffer(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Views of the arrays in a buffer."""
+    numbers = {dtype: memory.view(dtype) for dtype in {dtype for _, dtype, _, _ in layout}}
     arrays = {}
     for name, dtype, shape, start in layout:
-        count = 1
-        for side in shape:
-            count *= side
-        arrays[name] = memory[start : start + count * dtype.itemsize].view(dtype).view(shape)
+        first = start // dtype.itemsize
+        arrays[name] = numbers[dtype][first : first + math.prod(shape)].view(shape)
     return arrays
 
 
@@ -85,6 +88,12 @@ class Spool:
         buffer = SharedBuffer(self._next_part)
         (layout,), _ = buffer.write(arrays)
         return read_buffer(buffer.memory, layout)
+
+    def keep_packed(self, memory: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """The same for a reply that lies in a buffer."""
+        self._room -= len(memory)
+        kept = memory.clone() if self._room >= 0 else self._next_part(len(memory)).copy_(memory)
+        return read_buffer(kept, layout)
 
     def _next_part(self, size: int) -> Tensor:
         if self._used + size > len(self._file):  # one file for many replies: a process may map only so many
