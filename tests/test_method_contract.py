@@ -20,7 +20,7 @@ from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.fit import Diverged, Loss
 from semifed.method import Method, payload_types
-from semifed.methods import method_class, method_names
+from semifed.methods import finds_groups, method_class, method_names
 from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Down, Local, Server, Up, Visit
@@ -69,7 +69,7 @@ class Straight:
 
 @every_case
 def test_training_moves_the_weights(method: str, labels: str, straight: Straight) -> None:
-    start = build_workplace(toy_recipe(method, labels), (1, 8, 8), 3).net.state()
+    start = build_workplace(toy_parts(toy_recipe(method, labels)).recipe, (1, 8, 8), 3).net.state()
     moved = not equal_weights(straight.of(method, labels).weights, start)
     assert moved == (method != "untrained")
 
@@ -158,7 +158,8 @@ def odd_cases() -> list[tuple[str, dict[str, float]]]:
 
 @pytest.mark.parametrize(("method", "gates"), odd_cases())
 def test_odd_clients_answer_twice_and_can_be_averaged(method: str, gates: dict[str, float]) -> None:
-    parts = toy_parts(toy_recipe(method, "clients", {"scenario": {"labelled_per_class": 6}, "method": gates}))
+    more = {} if finds_groups(method_class(method)) else {"labelled_per_class": 6}
+    parts = toy_parts(toy_recipe(method, "clients", {"scenario": more, "method": gates}))
     place = build_workplace(parts.recipe, (1, 8, 8), 3)
     loop = RoundLoop(parts, build_workplace(parts.recipe, (1, 8, 8), 3).net, *[None] * 4)  # type: ignore[arg-type]
     server = parts.method.setup(loop.site.net.state(), loop.site)
@@ -366,7 +367,7 @@ def test_bytes_are_those_of_the_arrays_that_travelled(method: str, labels: str, 
 
 @every_case
 def test_batch_norm_statistics_travel_only_when_tracked(method: str, labels: str, straight: Straight) -> None:
-    parameters = set(build_workplace(toy_recipe(method, labels), (1, 8, 8), 3).net.named_parameters())
+    parameters = set(build_workplace(toy_parts(toy_recipe(method, labels)).recipe, (1, 8, 8), 3).net.named_parameters())
     for exchange in straight.of(method, labels).exchanges:
         for answer in exchange.answers:
             assert isinstance(answer, Reply)
