@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.special import rel_entr
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -86,7 +87,13 @@ def by_hand(net: Net, batch: Batch, const: Const, method: FedLPA) -> dict[str, f
     prior = np.array([(np.sum(member == k) + method.smoothing) for k in range(concepts)])
     prior = prior / prior.sum()
     mean = student.mean(axis=0)
-    return {"supervised": named, "distillation": alike, "prior": float(np.sum(mean * np.log(mean / prior)))}
+    middle = (mean + prior) / 2
+    apart = {
+        "kl": rel_entr(mean, prior),
+        "kl_fwd": rel_entr(prior, mean),
+        "jsd": (rel_entr(mean, middle) + rel_entr(prior, middle)) / 2,
+    }
+    return {"supervised": named, "distillation": alike, "prior": float(apart[method.divergence].sum())}
 
 
 def number(value: Tensor) -> float:
@@ -98,8 +105,9 @@ def softmax(values: np.ndarray) -> np.ndarray:
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
-def test_the_loss_is_eq_8() -> None:
-    here = World()
+@pytest.mark.parametrize("divergence", ["kl", "kl_fwd", "jsd"])
+def test_the_loss_is_eq_8(divergence: str) -> None:
+    here = World(divergence=divergence)
     const = here.prepared(WARMUP + 1).const
     assert len(const.found.prototypes) >= 2, "the toy must have something to tell apart"
     batch = here.batch()

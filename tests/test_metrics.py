@@ -1,6 +1,7 @@
 """Metrics against scikit-learn, loops over all pairs or thresholds, and cases worked out by hand."""
 
 import math
+from collections import Counter
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -263,6 +264,31 @@ def test_hungarian_accuracy_is_the_best_of_all_matches(pairs):
     assert parts == pytest.approx(best)
     assert math.isnan(found.old) == (not any(old))
     assert math.isnan(found.new) == all(old)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 3)), min_size=1, max_size=30))
+def test_balanced_accuracy_is_the_mean_over_classes_by_the_same_match(pairs):
+    predicted, truth = zip(*pairs, strict=True)
+    plain, balanced = (hungarian_accuracy(predicted, truth, known=2, balanced=flag) for flag in (False, True))
+    # With as many copies of each sample as make classes alike, the match may change; without, it is that of `plain`.
+    sizes = Counter(truth)
+    if len(set(sizes.values())) == 1:
+        assert balanced == pytest.approx(plain, nan_ok=True)
+    assert math.isnan(balanced.old) == math.isnan(plain.old)
+    weights = [len([t for t in sizes if t < 2]), len([t for t in sizes if t >= 2])]
+    parts = [weight * part for weight, part in zip(weights, balanced[1:], strict=True) if weight]
+    assert balanced.all == pytest.approx(sum(parts) / len(sizes))
+
+
+def test_a_small_class_counts_as_much_as_a_large_one():
+    truth = [0] * 8 + [1] * 2 + [2] * 4
+    predicted = [7] * 8 + [7, 1] + [2, 2, 2, 9]
+    assert hungarian_accuracy(predicted, truth, known=2) == (12 / 14, 9 / 10, 3 / 4)
+    assert hungarian_accuracy(predicted, truth, known=2, balanced=True) == (
+        pytest.approx((1 + 1 / 2 + 3 / 4) / 3),
+        pytest.approx(3 / 4),
+        3 / 4,
+    )
 
 
 def test_one_match_serves_old_and_new():

@@ -238,3 +238,24 @@ def test_no_images_left_is_told() -> None:
     lonely = dataset._replace(x_train=dataset.x_train[4::5], y_train=dataset.y_train[4::5])
     with pytest.raises(UserError, match="'toy' has no training images left"):
         build_scenario(lonely, settings_of(labelled_fraction=0.5, known=(0, 1)), VIEWS, 0)
+
+
+@given(worlds(), st.sampled_from([0.1, 0.4]))
+@settings(max_examples=40, deadline=None)
+def test_validation_images_are_at_no_client(world: tuple[Dataset, Any, int], share: float) -> None:
+    dataset, chosen, seed = world
+    chosen.validation_fraction = share
+    views = Views((), (), dataset.mean, dataset.std)
+    try:
+        scenario = build_scenario(dataset, chosen, views, seed)
+    except UserError:
+        return  # too few images for these clients
+    if scenario.validation is None:
+        return
+    kept = set(scenario.validation.labelled.tolist())
+    assert len(scenario.validation.unlabelled) == 0
+    for client in range(chosen.clients):
+        held = scenario.client(client)
+        assert not kept & {*held.labelled.tolist(), *held.unlabelled.tolist()}
+    truth = [scenario.known.index(int(dataset.y_train[image])) for image in scenario.validation.labelled]
+    assert scenario.validation.labels.tolist() == truth
