@@ -1,10 +1,11 @@
 """Tables of category discovery from run directories.
 
-    python results/discovery/table.py STEM RUNS...
+    python results/discovery/table.py STEM [--add] RUNS...
 
-writes STEM.csv, one line a run, and prints one Markdown line for each method and scenario, mean ± deviation over
-seeds, percent. A method's own groups stand beside those that Infomap finds in its features (`infomap`), Infomap with
-the server's labelled images (`plus`: FedLPA+) and k-means that is told the number of classes (`k-means`).
+writes STEM.csv, one line a run, with --add beside the lines that are there already, and prints one Markdown line for
+each method and scenario, mean ± deviation over seeds, percent. A method's own groups stand beside those that Infomap
+finds in its features (`infomap`), Infomap with the server's labelled images (`plus`: FedLPA+) and k-means that is told
+the number of classes (`k-means`).
 """
 
 import csv
@@ -13,12 +14,19 @@ import statistics
 import sys
 import tomllib
 from collections import defaultdict
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from semifed.methods import method_class
+
 GROUPINGS = {"": "own", "infomap.": "infomap", "plus.": "plus", "kmeans.": "kmeans"}
 PARTS = ("all", "old", "new")
-USUAL = {"prior_weight": 0.5, "prior": "concepts", "concepts": "found", "refine": "clique", "divergence": "kl"}
+IDENTITY = ("dataset", "epochs", "spread", "method", "seed")
+FIRST_TOLD = ("prior_weight", "prior", "concepts", "refine", "divergence")
+# The first two are the scenario's, the others the recipe's; no warm-up at all is told.
+NOT_TOLD = ("labelled_share", "novel", "warmup_rounds", "teacher_rounds")
 
 
 def read(run: Path) -> dict[str, Any]:
@@ -27,10 +35,17 @@ def read(run: Path) -> dict[str, Any]:
     summary = json.loads((run / "summary.json").read_text())
     records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     method, scenario = recipe["method"], recipe["scenario"]
-    special = [f"{key}={method[key]}" for key, value in USUAL.items() if key in method and method[key] != value]
+    defaults = {field.name: field.default for field in fields(method_class(method["name"]))}
+    keys = sorted(defaults, key=lambda key: FIRST_TOLD.index(key) if key in FIRST_TOLD else len(FIRST_TOLD))
+    special = [
+        f"{key}={method[key]}"
+        for key in keys
+        if key not in NOT_TOLD and method.get(key, defaults[key]) != defaults[key]
+    ]
     if method["name"] == "fedlpa" and method["warmup_rounds"] == 0:
         special.append("warmup_rounds=0")
-    epochs = recipe["local"].get("epochs", 1)
+    steps = recipe["local"].get("steps")
+    epochs = f"{steps} steps" if steps else str(recipe["local"].get("epochs", 1))
     gates = [record["gate"] for record in records[-10:] if record.get("gate")]
     concepts = [record["loss"]["concepts"] for record in records[-10:] if "concepts" in record["loss"]]
     metrics = summary["metrics"]
@@ -51,6 +66,17 @@ def read(run: Path) -> dict[str, Any]:
     return row | {f"{name}.{part}": metrics.get(f"{p}{part}", "") for p, name in GROUPINGS.items() for part in PARTS}
 
 
+def earlier(path: Path) -> list[dict[str, Any]]:
+    """The runs of a table written before."""
+    words = ("dataset", "spread", "method", "epochs")
+    with open(path, newline="") as file:
+        return [
+            {key: value if key in words or not value else float(value) for key, value in line.items()}
+            | {"seed": int(line["seed"])}
+            for line in csv.DictReader(file)
+        ]
+
+
 def cell(rows: list[dict[str, Any]], key: str) -> str:
     """Mean and deviation of a share, in percent."""
     values = [100 * row[key] for row in rows if row[key] != ""]
@@ -63,10 +89,12 @@ def cell(rows: list[dict[str, Any]], key: str) -> str:
 def main() -> None:
     """Read the runs, write the file, print the table."""
     stem, *paths = sys.argv[1:]
-    rows = sorted(
-        (read(Path(path)) for path in paths),
-        key=lambda row: (row["dataset"], row["epochs"], str(row["spread"]), row["method"], row["seed"]),
-    )
+    rows = earlier(Path(f"{stem}.csv")) if "--add" in paths else []
+    rows += [read(Path(path)) for path in paths if path != "--add"]
+    rows.sort(key=lambda row: (row["dataset"], row["epochs"], row["spread"], row["method"], row["seed"]))
+    twice = [two for one, two in pairwise(rows) if all(one[key] == two[key] for key in IDENTITY)]
+    if twice:
+        sys.exit("the same run twice: " + ", ".join(str(twice[0][key]) for key in IDENTITY))
     with open(f"{stem}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
