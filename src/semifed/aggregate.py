@@ -43,7 +43,8 @@ def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
     Float64 keeps the mean of equal models equal to them, bit for bit.
     """
     share, first = weight.tolist(), models[0]
-    small = [name for name, tensor in first.items() if tensor.numel() <= SMALL and tensor.dtype == torch.float32]
+    plain = [name for name, tensor in first.items() if tensor.dtype == torch.float32 and tensor.is_contiguous()]
+    small = [name for name in plain if first[name].numel() <= SMALL]
     mean = {name: _weighted_sum([model[name] for model in models], share) for name in first.keys() - small}
     if small:  # one sum for all of them: a network has dozens, and a sum costs its calls rather than its numbers
         rows = (torch.cat([model[name].flatten() for name in small]) for model in models)
