@@ -1,0 +1,111 @@
+"""Category discovery from a shipped recipe to its table: what a whole run finds, and how runs become lines."""
+
+import csv
+import json
+import runpy
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from semifed.assembly import prepare_run
+from semifed.recipe_file import load_recipe
+from semifed.run import execute
+from toys import Quiet
+
+SCRIPT = Path(__file__).parents[1] / "results" / "discovery" / "table.py"
+main = runpy.run_path(str(SCRIPT))["main"]
+
+
+@pytest.mark.slow
+def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path) -> None:
+    """Specification 7.4: bounds that a broken part would break, none on who is ahead of whom."""
+    parts = prepare_run(load_recipe("fedlpa/digits-mini", ["seed=1"]))
+    execute(parts, tmp_path / "run", Quiet())
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    classes = len(parts.scenario.dataset.classes)
+    assert metrics["all"] > 0.6, "chance is a tenth"
+    assert metrics["new"] > 0.6, "also where no label ever was"
+    assert metrics["plus.all"] > 0.6
+    assert metrics["accuracy"] > 0.85, "the classifier of known classes"
+    assert classes / 2 <= metrics["clusters"] <= 2 * classes
+    assert metrics["kmeans.clusters"] == classes, "which is told their number"
+
+    late = rounds[-5:]
+    held = [len(parts.scenario.dataset.y_train[holding.unlabelled].unique()) for holding in parts.scenario.holdings]
+    found = statistics.mean(record["loss"]["concepts"] for record in late)
+    assert statistics.mean(held) / 2 <= found <= 2 * statistics.mean(held)
+    for record in late:
+        assert record["gate"]["purity"] > 0.7, "a third of the unlabelled images are of known classes"
+        assert record["gate"]["pass_known"] > 4 * record["gate"]["pass_unknown"]
+
+
+def write_run(path: Path, seed: int, found: float, **fields: Any) -> None:
+    method = {"name": "fedlpa", "warmup_rounds": 10, **fields}
+    recipe = {
+        "dataset": "digits",
+        "seed": seed,
+        "scenario": {"partition": "balanced-dirichlet", "alpha": 0.2},
+        "method": method,
+        "local": {"epochs": 1},
+    }
+    metrics = {"all": found, "old": found, "new": found, "clusters": 12, "nmi": 0.5, "accuracy": 0.9}
+    metrics |= {"infomap.all": found, "infomap.new": found}
+    summary = {"metrics": metrics, "seconds": 3.0}
+    rounds = [{"loss": {"concepts": number}, "gate": {"purity": 0.5, "pass_known": 0.25}} for number in (8, 10)]
+    path.mkdir()
+    (path / "recipe.toml").write_text(tomli_w.dumps(recipe))
+    (path / "summary.json").write_text(json.dumps(summary))
+    (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, rounds)))
+
+
+def table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> list[list[str]]:
+    """The printed lines, cell by cell."""
+    monkeypatch.setattr("sys.argv", ["table.py", *map(str, arguments)])
+    main()
+    lines = capsys.readouterr().out.splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+
+
+def test_later_runs_join_a_table_whose_runs_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stem, first, second, other = (tmp_path / name for name in ("table", "first", "second", "other"))
+    write_run(first, 0, 0.5)
+    write_run(second, 1, 0.7)
+    write_run(other, 0, 0.4, refine="none")
+    before = table(monkeypatch, capsys, stem, first)
+    assert before == [["1", "0.2", "fedlpa", "1", "50.0", "50.0", "50.0", "12.0", "50.0 / 50.0", "/", "/"]]
+
+    shutil.rmtree(first)
+    after = table(monkeypatch, capsys, stem, "--add", second, other)
+    assert [line[2:5] for line in after] == [["fedlpa", "2", "60.0 ± 14.1"], ["fedlpa refine=none", "1", "40.0"]]
+    rows = list(csv.DictReader(stem.with_suffix(".csv").read_text().splitlines()))
+    assert [(row["method"], row["seed"], row["own.all"]) for row in rows] == [
+        ("fedlpa", "0", "0.5"),
+        ("fedlpa", "1", "0.7"),
+        ("fedlpa refine=none", "0", "0.4"),
+    ]
+    assert {(float(row["concepts"]), float(row["purity"]), float(row["pass_known"])) for row in rows} == {
+        (9, 0.5, 0.25)
+    }
+
+    again = table(monkeypatch, capsys, stem, "--add")
+    assert again == after, "nothing is lost by reading it again"
+
+
+def test_the_same_run_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stem, run, copy = (tmp_path / name for name in ("table", "run", "copy"))
+    write_run(run, 0, 0.5)
+    write_run(copy, 0, 0.5)
+    table(monkeypatch, capsys, stem, run)
+    written = stem.with_suffix(".csv").read_text()
+    with pytest.raises(SystemExit, match=r"the same run twice: digits, 1, 0\.2, fedlpa, 0"):
+        table(monkeypatch, capsys, stem, "--add", copy)
+    assert stem.with_suffix(".csv").read_text() == written
