@@ -506,7 +506,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, rounds: set[int], client: int) -> Non
         momentum = {name: tensor * torch.nan for name, tensor in reply.held.momentum.items()}
         return reply._replace(up=reply.up._replace(weights=broken), held=reply.held._replace(momentum=momentum))
 
-    monkeypatch.setattr("semifed.engines.pool.client_round", spoiled)
+    monkeypatch.setattr("semifed.engines.worker.client_round", spoiled)
 
 
 def test_too_few_clients_end_the_run_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +514,7 @@ def test_too_few_clients_end_the_run_with_their_reasons(tmp_path: Path, monkeypa
         raise Diverged("the loss became nan in step 1")
 
     parts = toy_parts(toy_recipe("fedavg", "clients", min_clients=3))
-    monkeypatch.setattr("semifed.engines.pool.client_round", diverging)
+    monkeypatch.setattr("semifed.engines.worker.client_round", diverging)
     expected = r"round 1: only 0 of 3 clients delivered, min_clients is 3.*client \d: the loss became nan in step 1"
     with pytest.raises(UserError, match=expected):
         run_toy(parts, tmp_path / "run")

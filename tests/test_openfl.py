@@ -777,7 +777,7 @@ def lying(monkeypatch: pytest.MonkeyPatch, claim: float, client: int) -> None:
             return reply
         return reply._replace(up=reply.up._replace(alignment=torch.tensor(claim)))
 
-    monkeypatch.setattr("semifed.engines.pool.client_round", lie)
+    monkeypatch.setattr("semifed.engines.worker.client_round", lie)
 
 
 def claimed_run(parts: Parts, out: Path, monkeypatch: pytest.MonkeyPatch, claim: float) -> tuple[Outcome, Quiet]:
@@ -825,7 +825,7 @@ def test_a_broken_update_is_refused_before_it_is_averaged(tmp_path: Path, monkey
         weights = {**reply.up.weights, "classifier.bias": torch.full((3,), math.nan)}
         return reply._replace(up=reply.up._replace(weights=weights))
 
-    monkeypatch.setattr("semifed.engines.pool.client_round", broken)
+    monkeypatch.setattr("semifed.engines.worker.client_round", broken)
     outcome = run_toy(parts_of("server", SHORT), tmp_path / "run")
     assert {failure["client"] for line in outcome.rounds for failure in line["failures"]} == {2}
     assert all(bool(torch.isfinite(tensor).all()) for tensor in outcome.weights.values())

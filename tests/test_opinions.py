@@ -17,7 +17,7 @@ from torch import Tensor
 
 from semifed.client_round import ClientRecord, Task, client_round
 from semifed.data.client import Batch
-from semifed.engines.pool import _pack_record, _unpack_record
+from semifed.engines.packing import pack_record, unpack_record
 from semifed.fit import Loss
 from semifed.losses import entropy
 from semifed.methods.sage import SAGE
@@ -281,8 +281,8 @@ def test_opinions_cross_the_boundary_of_a_process() -> None:
     pseudo = client_of(1, 6).pseudo
     for given_ in (pseudo, pseudo._replace(received=None, mixing=None), PseudoLabels(*pseudo[:3]), None):
         record = ClientRecord(3, 1, 1, {}, given_, 0.0)
-        packed = pickle.loads(pickle.dumps(_pack_record(record)))
-        back = _unpack_record(packed)
+        packed = pickle.loads(pickle.dumps(pack_record(record)))
+        back = unpack_record(packed)
         assert back._replace(pseudo=None) == record._replace(pseudo=None)
         assert equal_weights(to_arrays(back.pseudo), to_arrays(given_))
         assert (back.pseudo is None) == (given_ is None)

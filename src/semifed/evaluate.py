@@ -1,6 +1,6 @@
 """What the delivered model is worth, and how good the clients' pseudo-labels were: the only opener of the seal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +19,10 @@ from semifed.models.network import Output
 from semifed.net import Net
 from semifed.opinions import Labelled, compare_opinions, majority_classes
 from semifed.payloads import Prediction
+from semifed.predictions import BATCH, predictions
 from semifed.prototypes import class_directions, class_sums
 from semifed.wire import Weights
 
-BATCH = 128  # keeps what small networks compute in the cache; 1024 took twice as long
 SCORE_BINS = 40
 SHOWN_PER_CLASS = 60
 SHOWN_UNKNOWN = 240
@@ -89,14 +89,30 @@ class Evaluator:
         self._foreign = {name: images_like(name, known_test, seed=seed, data=data) for name in unseen}
         self._seen_unknown = dataset.x_test[~known]  # tested even where the clients hold none
 
-    def test(self, method: AnyMethod, net: Net, weights: Weights, *, foreign: bool = True) -> Evaluation:
-        """Load the weights and measure them; only accuracy and AUROC of seen unknowns where a glance is wanted."""
+    def test(
+        self,
+        method: AnyMethod,
+        net: Net,
+        weights: Weights,
+        *,
+        foreign: bool = True,
+        elsewhere: Callable[[Weights, Tensor], Prediction | None] = lambda *_: None,
+    ) -> Evaluation:
+        """Load the weights and measure them; only accuracy and AUROC of seen unknowns where a glance is wanted.
+
+        Other processes may be asked for the predictions: those of `elsewhere` are the same.
+        """
         net.load(weights)
-        known = self._predict(method, net, self._known)
+
+        def said_of(images: Tensor) -> Prediction:
+            said = elsewhere(weights, images)
+            return predictions(method, net, images, self._scenario.views.plain) if said is None else said
+
+        known = said_of(self._known)
         label = known.logits.argmax(dim=1)
         unseen = self._foreign if foreign else {}
         images = {"seen": self._seen_unknown, **unseen} if len(self._seen_unknown) else unseen
-        unknown = {name: self._predict(method, net, some) for name, some in images.items()}
+        unknown = {name: said_of(some) for name, some in images.items()}
         metrics = {"accuracy": accuracy(label, self._truth)}
         if foreign:
             metrics |= _open_set_metrics(known, label == self._truth, unknown)
@@ -238,11 +254,6 @@ class Evaluator:
         own = scenario.labels[scenario.holdings[record.client].labelled]
         majority = None if pseudo.received is None else majority_classes(own, len(scenario.known))
         return Labelled(pseudo, scenario.sealed.break_seal()[pseudo.position], majority)
-
-    @torch.no_grad()
-    def _predict(self, method: AnyMethod, net: Net, images: Tensor) -> Prediction:
-        parts = [method.predict(net, self._scenario.views.plain(part)) for part in images.split(BATCH)]
-        return Prediction(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 class _Judged(NamedTuple):

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -185,9 +186,10 @@ class RoundLoop:
         return server, evaluation
 
     def _test(self, server: Any) -> Evaluation:
-        evaluation = self.evaluator.test(self.method, self.site.net, self.method.delivered(server))
+        test = partial(self.evaluator.test, self.method, self.site.net, elsewhere=self.engine.predict)
+        evaluation = test(self.method.delivered(server))
         for prefix, weights in self.method.also_tested(server).items():
-            beside = self.evaluator.test(self.method, self.site.net, weights, foreign=False)
+            beside = test(weights, foreign=False)
             evaluation.metrics.update({f"{prefix}.{name}": value for name, value in beside.metrics.items()})
         return evaluation
 

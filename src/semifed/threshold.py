@@ -19,11 +19,11 @@ from torch import Tensor
 from semifed.fit import Diverged
 from semifed.methods import AnyMethod
 from semifed.net import Net
+from semifed.predictions import predictions
 from semifed.server import ServerSite
 from semifed.wire import Weights
 
 VIEWS = 10  # of each kind: plain, weak, strong
-BATCH = 128
 ROUGH = "augmented views of the server's labelled images, none of them held out: a rough guide"
 
 Scores = npt.NDArray[np.float64]
@@ -104,9 +104,7 @@ def scores_of_views(method: AnyMethod, site: ServerSite) -> Scores:
     return np.concatenate([np.repeat(scores(method, site.net, views.plain(images)), VIEWS), *drawn])
 
 
-@torch.no_grad()
 def scores(method: AnyMethod, net: Net, images: Tensor) -> Scores:
     """The unknown score of each image."""
-    parts = [method.predict(net, part).unknown for part in images.split(BATCH)]
-    found: Scores = torch.cat(parts).double().numpy()
+    found: Scores = predictions(method, net, images, lambda part: part).unknown.double().numpy()
     return found

@@ -8,14 +8,17 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from torch import Tensor
 
 from semifed.assembly import Parts, workplace_of
 from semifed.client_round import Held, Reply
 from semifed.engines import Engine
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure
+from semifed.payloads import Prediction
 from semifed.progress import Silent
 from semifed.run import execute
+from semifed.wire import Weights
 
 
 class RoundTime(NamedTuple):
@@ -80,6 +83,10 @@ class TimedEngine:
         """Passed on."""
         self._engine.resume(left, held)
         self.left = self._engine.left
+
+    def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
+        """Passed on."""
+        return self._engine.predict(weights, images)
 
     def close(self) -> None:
         """Passed on."""

@@ -4,8 +4,12 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from semifed.client_round import Held, Reply
 from semifed.errors import ClientFailure, UserError
+from semifed.payloads import Prediction
+from semifed.wire import Weights
 
 
 class Engine(Protocol):
@@ -23,6 +27,9 @@ class Engine(Protocol):
 
     def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
         """Go on where a checkpoint was written: from which round's end, and with what, as far as it lies there."""
+
+    def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
+        """What its processes, idle between rounds, make of test images; None where there is nobody to ask."""
 
     def close(self) -> None:
         """End whatever was started."""

@@ -39,10 +39,12 @@ from semifed.engines.letters import NEVER, Letter, Setting, Share, answer, faile
 from semifed.errors import ClientFailure, UserError
 from semifed.held import HeldStore
 from semifed.methods import AnyMethod
+from semifed.payloads import Prediction
 from semifed.process import settle
 from semifed.progress import Lines
 from semifed.report import write_report
 from semifed.run import execute, setting_of
+from semifed.wire import Weights
 
 LETTER, WHO = "letter", "who"
 START_ATTEMPTS = 3  # of Ray, on a busy machine
@@ -119,6 +121,9 @@ class FlowerEngine:
     def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
         """Clients hold what they need themselves."""
         self.left = dict(left)
+
+    def predict(self, weights: Weights, images: torch.Tensor) -> Prediction | None:
+        """Nobody: clients get no test images."""
 
     def close(self) -> None:
         """The grid is not ours to close."""

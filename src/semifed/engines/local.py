@@ -7,13 +7,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from semifed.client_round import Held, Reply, Task, Workplace, too_few_images
 from semifed.data.scenario import Scenario
-from semifed.engines.pool import Job, Pool, attempt
+from semifed.engines.pool import Job, Pool
 from semifed.engines.shared_memory import Spool
+from semifed.engines.worker import attempt
 from semifed.errors import ClientFailure
 from semifed.net import HOME
-from semifed.wire import from_arrays, to_arrays
+from semifed.payloads import Prediction
+from semifed.predictions import BATCH
+from semifed.wire import Weights, from_arrays, to_arrays
 
 
 class LocalEngine:
@@ -67,6 +72,12 @@ class LocalEngine:
     def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
         """Go on from what a checkpoint holds."""
         self.left, self._held = dict(left), dict(held)
+
+    def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
+        """By all workers at once, where there are several and more images than one of them takes at a time."""
+        if self._pool is None or self.workers == 1 or len(images) <= BATCH:
+            return None
+        return self._pool.predict(weights, images, self._scenario.views)
 
     def close(self) -> None:
         """End the workers."""

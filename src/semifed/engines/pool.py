@@ -1,88 +1,44 @@
-"""Persistent one-thread worker processes that act as clients.
+"""Persistent one-thread worker processes that act as clients, and between rounds as testers.
 
 Images and weights lie in shared memory; an order is a client's positions and a few numbers. The largest clients start
 first; where many are left a worker has its next one waiting, so that it is never idle between two small ones.
 """
 
 import multiprocessing as mp
-import os
 import pickle
 import signal
 import sys
 import time
-import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
-from threading import Thread
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as torch_mp
 from torch import Tensor
 
-from semifed.client_round import ClientRecord, Held, Reply, Task, Workplace, client_round
+from semifed.client_round import Reply, Task, Workplace
 from semifed.data.client import ClientData
 from semifed.data.views import Views
-from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, read_buffer
+from semifed.engines.packing import pack_held, unpack_held, unpack_record
+from semifed.engines.shared_memory import Layout, SharedBuffer, Spool
+from semifed.engines.worker import Answer, Crash, Exam, Order, serve
 from semifed.errors import ClientFailure
-from semifed.fit import Diverged
 from semifed.method import payload_types
 from semifed.methods import AnyMethod
-from semifed.process import settle
-from semifed.pseudo import PseudoLabels
-from semifed.wire import from_arrays, to_arrays
+from semifed.payloads import Prediction
+from semifed.predictions import BATCH, joined
+from semifed.wire import Weights, from_arrays, to_arrays
 
 ATTEMPTS = 2  # a client whose worker died is redone once
 START_ATTEMPTS = 3  # workers that die before their first client, one after the other, are no accident
 AHEAD = 1.0  # a client may wait behind another while what is left fills all workers so many times as long
 LIGHT = 2**15 if sys.platform == "linux" else 0  # bytes of an order that surely fit in a pipe
 Job = tuple[Task, ClientData]
-PackedHeld = tuple[dict[str, Any], ...]  # as in `Held`
-
-
-def attempt(place: Workplace, task: Task, down: Any, data: ClientData) -> Reply | ClientFailure:
-    """A client's round, or why it came to nothing."""
-    try:
-        return client_round(place, task, down, data)
-    except Diverged as error:
-        return ClientFailure(task.client, str(error))
-
-
-class _Order(NamedTuple):
-    """What a worker reads from its pipe; positions are NumPy so that they are copied, not shared."""
-
-    task: Task  # without what is held
-    held: PackedHeld | None
-    labelled: Any
-    labels: Any
-    unlabelled: Any
-    classes: Any
-    views: Views
-    down: Tensor | None  # the shared buffer, when it is a new one
-    layout: Layout
-
-
-class _Answer(NamedTuple):
-    """What a worker writes back."""
-
-    up: Tensor | None  # the worker's shared buffer, when it is a new one
-    turn: int  # which of its two buffers
-    layout: Layout
-    held: PackedHeld
-    record: ClientRecord  # its tensors as NumPy arrays
-
-
-class _Crash(NamedTuple):
-    """An error that is our fault: raised again in the parent."""
-
-    text: str
-
-
-class _Ready(NamedTuple):
-    """A worker's first word: from here on its clients' time counts."""
 
 
 class _Lost(NamedTuple):
@@ -124,6 +80,7 @@ class Pool:
         self._images = images.share_memory_()
         self._timeout = timeout
         self._down = SharedBuffer()
+        self._tested = SharedBuffer()
         self._stillborn = 0
         _start_fork_server()
         self._workers = [self._start() for _ in range(workers)]
@@ -147,14 +104,14 @@ class Pool:
             for worker in self._with_news():
                 task, data = worker.take_job()
                 answer = worker.answer()
-                if isinstance(answer, _Crash):
+                if isinstance(answer, Crash):
                     raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
                 self._stillborn = 0
-                if isinstance(answer, _Answer):
+                if isinstance(answer, Answer):
                     arrays = spool.keep_packed(worker.ups[answer.turn], answer.layout)
                     self._hand_out(queue, layouts)  # the worker need not wait until its answer is unpacked
-                    held = _unpack_held(answer.held, kept_type)
-                    answers[task.client] = Reply(from_arrays(up_type, arrays), held, _unpack_record(answer.record))
+                    held = unpack_held(answer.held, kept_type)
+                    answers[task.client] = Reply(from_arrays(up_type, arrays), held, unpack_record(answer.record))
                 elif isinstance(answer, ClientFailure):
                     answers[task.client] = answer
                 elif answer is None and worker.process.is_alive():
@@ -173,10 +130,34 @@ class Pool:
                         answers[task.client] = ClientFailure(task.client, reason)
         return answers
 
+    def predict(self, weights: Weights, images: Tensor, views: Views) -> Prediction:
+        """What a model says of images, each worker of some of them: whole batches, as one process would have them."""
+        (layout,), _ = self._tested.write(weights)
+        share = BATCH * -(-len(images) // (BATCH * len(self._workers)))
+        parts = images.share_memory_().split(share)
+        exams = [Exam(part, views, self._tested.memory, layout) for part in parts]
+        for worker, exam in zip(self._workers, exams, strict=False):  # there may be fewer batches than workers
+            worker.examine(exam)
+        return joined([self._sat(number, exam) for number, exam in enumerate(exams)])
+
     def close(self) -> None:
         """End all workers."""
         for worker in self._workers:
             worker.end()
+
+    def _sat(self, number: int, exam: Exam) -> Prediction:
+        """What came of an exam; where its worker died another one sits it again."""
+        for _ in range(ATTEMPTS):
+            worker = self._workers[number]
+            wait([worker.pipe])
+            answer = worker.answer()
+            if isinstance(answer, Crash):
+                raise RuntimeError(f"a test failed:\n{answer.text}")
+            if answer is not None:
+                return Prediction(*map(torch.from_numpy, answer))
+            self._replace(worker, _Queue([]))
+            self._workers[number].examine(exam)
+        raise RuntimeError(f"a test failed: its worker process died {ATTEMPTS} times")
 
     def _start(self) -> "_Worker":
         return _Worker(self._context, self._build, self._images)
@@ -228,7 +209,7 @@ class _Worker:
 
     def __init__(self, context: Any, build: Callable[[], Workplace], images: Tensor) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, build, images), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, build, images), daemon=True)
         self.process.start()
         theirs.close()
         self.ready = False
@@ -239,22 +220,24 @@ class _Worker:
 
     def send(self, job: Job, memory: Tensor, layout: Layout) -> None:
         """Give the worker a client to be."""
-        if not self.ready:
-            first = self.pipe.recv()
-            if isinstance(first, _Crash):
-                raise RuntimeError(f"a worker process could not start:\n{first.text}")
-            self.ready = True
+        self._await_start()
         task, data = job
-        held = None if task.held is None else _pack_held(task.held)
+        held = None if task.held is None else pack_held(task.held)
         positions = (data.labelled.numpy(), data.labels.numpy(), data.unlabelled.numpy())
         told = data.classes if data.classes is None else data.classes.numpy()
         buffer = None if self.has_down else memory
-        order = _Order(task._replace(held=None), held, *positions, told, data.views, buffer, layout)
+        order = Order(task._replace(held=None), held, *positions, told, data.views, buffer, layout)
         self.pipe.send(order)
         self.has_down = True
         if not self.jobs:
             self.since = time.monotonic()
         self.jobs.append(job)
+
+    def examine(self, exam: Exam) -> None:
+        """Give an idle worker a part of a test; if it is dead, its silence will be noticed."""
+        with suppress(EOFError, OSError):
+            self._await_start()
+            self.pipe.send(exam)
 
     def take_job(self) -> Job:
         """What it was busy with; it goes on with the next one, if it has any."""
@@ -273,9 +256,16 @@ class _Worker:
         except (EOFError, OSError, mp.ProcessError):  # memory shared for the first time is fetched from the worker
             self.process.join()
             return _Lost()
-        if isinstance(answer, _Answer) and answer.up is not None:
+        if isinstance(answer, Answer) and answer.up is not None:
             self.ups[answer.turn] = answer.up
         return answer
+
+    def _await_start(self) -> None:
+        if not self.ready:
+            first = self.pipe.recv()
+            if isinstance(first, Crash):
+                raise RuntimeError(f"a worker process could not start:\n{first.text}")
+            self.ready = True
 
     def end(self) -> None:
         """Stop the process, whatever it does: it holds nothing that is not here too."""
@@ -298,31 +288,6 @@ def _light(job: Job) -> bool:
     return held + positions <= LIGHT
 
 
-def _pack_held(held: Held) -> PackedHeld:
-    parts = (to_arrays(held.kept), held.momentum, held.private)
-    return tuple({name: array.numpy() for name, array in part.items()} for part in parts)
-
-
-def _unpack_held(packed: PackedHeld, kept_type: type) -> Held:
-    kept, *weights = ({name: torch.from_numpy(array) for name, array in part.items()} for part in packed)
-    return Held(from_arrays(kept_type, kept), *weights)
-
-
-def _pack_record(record: ClientRecord) -> ClientRecord:
-    if record.pseudo is None:
-        return record
-    packed: Any = {name: array.numpy() for name, array in to_arrays(record.pseudo).items()}
-    return record._replace(pseudo=packed)
-
-
-def _unpack_record(record: ClientRecord) -> ClientRecord:
-    if record.pseudo is None:
-        return record
-    packed: Any = record.pseudo
-    arrays = {name: torch.from_numpy(array) for name, array in packed.items()}
-    return record._replace(pseudo=from_arrays(PseudoLabels, arrays))
-
-
 def _start_fork_server() -> None:
     """Workers and the server they are forked from never see Ctrl-C, which goes to all processes of a terminal.
 
@@ -334,60 +299,3 @@ def _start_fork_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _end_with_parent() -> None:
-    parent = mp.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def _serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> None:
-    """A worker's life: answer orders until the pipe closes or the parent dies, even amid a client."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where the fork server was there before us
-    Thread(target=_end_with_parent, daemon=True).start()
-    settle()
-    try:
-        place = build()
-    except Exception:
-        pipe.send(_Crash(_traceback()))
-        return
-    pipe.send(_Ready())
-    _, down_type, _, kept_type = payload_types(place.method)
-    ups, turn = (SharedBuffer(), SharedBuffer()), 0  # one may still be read while the next client's is written
-    memory = torch.empty(0, dtype=torch.uint8)
-    layout: Layout | None = None
-    down: Any = None
-    while True:
-        try:
-            order: _Order = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            if order.down is not None or order.layout != layout:  # else it is read where the last client read it
-                memory, layout = memory if order.down is None else order.down, order.layout
-                down = from_arrays(down_type, read_buffer(memory, layout))
-            held = None if order.held is None else _unpack_held(order.held, kept_type)
-            labelled, labels, unlabelled = map(torch.from_numpy, (order.labelled, order.labels, order.unlabelled))
-            told = None if order.classes is None else torch.from_numpy(order.classes)
-            data = ClientData(images, labelled, labels, unlabelled, order.views, told)
-            reply = attempt(place, order.task._replace(held=held), down, data)
-            if isinstance(reply, ClientFailure):
-                answer: Any = reply
-            else:
-                turn = 1 - turn
-                (written,), fresh = ups[turn].write(to_arrays(reply.up))
-                assert reply.held is not None, "only clients elsewhere keep what they hold to themselves"
-                memory_of_up = ups[turn].memory if fresh else None
-                answer = _Answer(memory_of_up, turn, written, _pack_held(reply.held), _pack_record(reply.record))
-        except Exception:
-            answer = _Crash(_traceback())
-        try:
-            pipe.send(answer)
-        except OSError:
-            return
-
-
-def _traceback() -> str:
-    return "".join(traceback.format_exception(*sys.exc_info()))
