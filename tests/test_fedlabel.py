@@ -233,7 +233,7 @@ def test_sages_targets_replace_the_choice() -> None:
     batch = first_batch(here)
     found = seen(here, batch)
     threshold = middling(found)
-    here = world(threshold=threshold, sage=True)
+    here = world(sage_threshold=threshold, sage=True)  # beta is FedLabel's own, and is not read here
     consistency = agreement = 0.0
     used = []
     for weak, strong, own, theirs in zip(*found[1:], strict=True):
@@ -258,7 +258,7 @@ def test_sages_targets_replace_the_choice() -> None:
 
 def test_with_sage_either_model_opens_the_gate_of_the_agreement_too() -> None:
     """The opinion of greater variance need not be the one whose largest probability reaches the threshold."""
-    here = world(sage=True, threshold=0.52)
+    here = world(sage=True, sage_threshold=0.52)
     batch = first_batch(here)
     count = len(batch.unlabelled)
 

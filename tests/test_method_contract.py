@@ -143,17 +143,19 @@ def odd_clients(data: ClientData) -> dict[str, ClientData]:
     }
 
 
-GATES = {"threshold": 1.0, "entropy_threshold": 0.0}  # what nobody passes
+GATES = {"threshold": 1.0, "sage_threshold": 1.0, "entropy_threshold": 0.0}  # what nobody passes
 
 
 def odd_cases() -> list[tuple[str, dict[str, float]]]:
-    """Every method with labels at the clients, its gates open as in all toys and, if it has any, shut."""
+    """Every method with labels at the clients, with SAGE too where it takes it; gates open as in all toys, and shut."""
     methods = [method for method, labels in meaningful() if labels == "clients"]
     shut = {
         name: {key: GATES[key] for key in GATES if key in {field.name for field in fields(method_class(name))}}
         for name in methods
     }
-    return [(name, {}) for name in methods] + [(name, gates) for name, gates in shut.items() if gates]
+    cases = [(name, {}) for name in methods] + [(name, gates) for name, gates in shut.items() if gates]
+    hosts = {name for name in methods if "sage" in {field.name for field in fields(method_class(name))}}
+    return cases + [(name, {"sage": True, **gates}) for name, gates in cases if name in hosts]
 
 
 @pytest.mark.parametrize(("method", "gates"), odd_cases())

@@ -67,7 +67,8 @@ def toy_recipe(method: str, labels: str, changes: Mapping[str, Mapping[str, Any]
     kind = method_class(method)
     # An untrained model is never 0.95 sure: the pseudo-label path must be walked all the same.
     asked = {field.name for field in fields(kind)}
-    options = {key: value for key, value in {"threshold": 0.4, "entropy_threshold": 1.08}.items() if key in asked}
+    opened = {"threshold": 0.4, "sage_threshold": 0.4, "entropy_threshold": 1.08}
+    options = {key: value for key, value in opened.items() if key in asked}
     regime = next(name for name in ("open", "known", "novel") if name not in kind.no_meaning)
     # DINO's head has four million weights.
     small = {"projection": "mlp3(8, 4, gelu)"} if "2048" in kind.heads.get("projection", "") else {}

@@ -40,6 +40,7 @@ class FedLabel(Method[Server, Down, Up, Judges]):
     mode: Literal["two_stage", "online"] = "two_stage"  # online: one loop, the model in training is the local one
     label_steps: Literal["same"] | PositiveInt = "same"  # tau of eq. (1) with two stages; as many as the second
     sage: bool = False  # SAGE's targets in place of eqs. (3) and (4)
+    sage_threshold: Share = 0.95  # tau with it
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
@@ -70,7 +71,8 @@ class FedLabel(Method[Server, Down, Up, Judges]):
     def loss(self, net: Net, batch: Batch, const: Judges) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)
         own = weak if const.local is None else const.local(batch.unlabelled.weak)
-        local, received = asked(own, self.threshold), asked(const.received(batch.unlabelled.weak), self.threshold)
+        threshold = self.sage_threshold if self.sage else self.threshold
+        local, received = asked(own, threshold), asked(const.received(batch.unlabelled.weak), threshold)
         surer, other, ratio = surer_opinion(local, received, self.certainty)  # eqs. (3) and (7)
         chosen = Targets(surer.label, surer.sure, local, received)  # eq. (4)
         if self.sage:
