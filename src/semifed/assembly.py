@@ -9,7 +9,7 @@ import torch
 from semifed.adversary import Attack, attackers
 from semifed.client_round import Workplace
 from semifed.data.client import Budget
-from semifed.data.datasets import load
+from semifed.data.datasets import Dataset, load
 from semifed.data.scenario import Scenario, build_scenario
 from semifed.data.views import Views
 from semifed.discovery.communities import infomap_class
@@ -36,10 +36,10 @@ class Parts:
     scenario: Scenario
 
 
-def prepare_run(recipe: Recipe) -> Parts:
-    """Load data, spread it, and check that the recipe can run, without writing anything."""
+def prepare_run(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
+    """Load data unless it is given, spread it, and check that the recipe can run, without writing anything."""
     method = recipe.build_method()
-    dataset = load(recipe.dataset, recipe.data)
+    dataset = dataset or load(recipe.dataset, recipe.data)
     if not len(dataset.x_train):
         raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)

@@ -2,12 +2,9 @@
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +15,8 @@ from rich.text import Text
 from semifed import __version__
 from semifed.deploy.commands import app as deploy
 from semifed.errors import UserError, nearest
+from semifed.execution import carry_out, carry_out_all, leaving_at_once, refuse_what_cannot_run, unfinished
+from semifed.terminal import say, say_once, terminal
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are answered at once
     from semifed.recipe import Recipe
@@ -67,9 +66,9 @@ def run(
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     loaded = load_recipe(recipe, [*(overrides or ()), *given])
     if not quiet:
-        _say_once(left_behind(recipe, loaded, overrides or ()))
+        say_once(left_behind(recipe, loaded, overrides or ()))
     out = out or _default_out(recipe, loaded)
-    result = _execute(loaded, out, resume=resume, quiet=quiet)
+    result = carry_out(loaded, out, resume=resume, quiet=quiet)
     if not quiet:
         _say_result(result, out)
 
@@ -94,23 +93,17 @@ def sweep(
     out = out or Path("runs") / _stem(recipe)
     runs = grid(recipe, axes or (), seeds, floor=floor, ceiling=ceiling, reach=reach, against=against)
     from semifed.recipe_file import left_behind
-    from semifed.report import compare_runs, write_report
+    from semifed.report import compare_runs
 
-    _say_once(line for _, loaded in runs for line in left_behind(recipe, loaded, axes or ()))
-    waiting = _unfinished(runs, out)
-    for number, (name, loaded) in enumerate(runs, 1):
-        done = name not in waiting
-        state = ": finished before" if done else ""
-        _terminal().print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
-        if not done:
-            _execute(loaded, out / name, resume=waiting[name], quiet=not _terminal().is_terminal)
-        elif not (out / name / "report.html").exists():
-            write_report(out / name)
+    say_once(line for _, loaded in runs for line in left_behind(recipe, loaded, axes or ()))
+    waiting = unfinished(runs, out)
+    refuse_what_cannot_run([loaded for name, loaded in runs if name in waiting])
+    carry_out_all(runs, waiting, out)
     made = [out / name for name, _ in runs]
     comparison = compare_runs(made, floor=floor, ceiling=ceiling, reach=reach, against=against)
-    comparison.table(_terminal())
+    comparison.table(terminal())
     comparison.write_html(out / "compare.html")
-    _say(f"curves: {out / 'compare.html'}")
+    say(f"curves: {out / 'compare.html'}")
 
 
 @app.command()
@@ -131,11 +124,11 @@ def compare(
     if as_json:
         print(json.dumps(comparison.as_json(), indent=2))
     else:
-        comparison.table(_terminal(), all_metrics=all_metrics)
+        comparison.table(terminal(), all_metrics=all_metrics)
     if html is not None:
         comparison.write_html(html)
         if not as_json:
-            _say(f"written: {html}")
+            say(f"written: {html}")
 
 
 @app.command()
@@ -156,12 +149,12 @@ def predict(
     table.add_column("unknown score", justify="right")
     for image, label, confidence, score in answers:
         table.add_row(Text(str(image)), Text(label), f"{confidence:.3f}", f"{score:.4g}")
-    _terminal().print(table, highlight=False, markup=False)
+    terminal().print(table, highlight=False, markup=False)
     if not model.rejects:
-        _say("This model calls nothing unknown: its server held no labels to set a threshold with.")
+        say("This model calls nothing unknown: its server held no labels to set a threshold with.")
     if csv is not None:
         write_csv(answers, csv)
-        _say(f"written: {csv}")
+        say(f"written: {csv}")
 
 
 @app.command()
@@ -177,9 +170,7 @@ def discover(
 
     model = load_model(run)
     if model.misses_labels:
-        _say(
-            "This model came without model/labelled.safetensors: images are grouped without the help of labelled ones."
-        )
+        say("This model came without model/labelled.safetensors: images are grouped without the help of labelled ones.")
     members = discovered(model, images_of(images), sheets)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("group", "images", "confidence"):
@@ -188,15 +179,15 @@ def discover(
     for group in described(members):
         like = f"{group.looks_like} ({group.share:.0%})"
         table.add_row(str(group.number), str(group.images), f"{group.confidence:.2f}", Text(like))
-    _terminal().print(table, highlight=False, markup=False)
+    terminal().print(table, highlight=False, markup=False)
     if alone := sum(member.group < 0 for member in members):
-        _say(f"in no group: {alone}")
-    _say("A group of low confidence is likely to be a class without a name.")
+        say(f"in no group: {alone}")
+    say("A group of low confidence is likely to be a class without a name.")
     if csv is not None:
         write_csv(members, csv)
     for path in (csv, sheets):
         if path is not None:
-            _say(f"written: {path}")
+            say(f"written: {path}")
 
 
 @app.command()
@@ -214,10 +205,10 @@ def partition(
     from semifed.report import draw_partition, partition_table
 
     counts = class_counts(prepare_run(loaded).scenario)
-    partition_table(counts, _terminal())
+    partition_table(counts, terminal())
     if out is not None:
         draw_partition(counts, out)
-        _say(f"drawn: {out}")
+        say(f"drawn: {out}")
 
 
 @app.command(name="list")
@@ -251,7 +242,7 @@ def list_(
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    _terminal().print(table, highlight=False, markup=False)
+    terminal().print(table, highlight=False, markup=False)
 
 
 @app.command()
@@ -282,7 +273,7 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 def main() -> None:
     """Entry point: 0 done, 2 the user's mistake in a line or two, 1 our fault with a traceback."""
     try:
-        with _leaving_at_once():
+        with leaving_at_once():
             app()
     except UserError as error:
         _complain(str(error))
@@ -295,29 +286,6 @@ def main() -> None:
         _complain(f"{error.filename}: {error.strerror}")
 
 
-@contextmanager
-def _leaving_at_once(run: Path | None = None) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the process where it stands, without a traceback.
-
-    Nothing needs to be put away: a finished round is on disk, and workers end when their parent does.
-    """
-
-    def leave(number: int, _: FrameType | None) -> None:
-        if _terminal().is_terminal:
-            os.write(1, b"\x1b[?25h\n")  # the live bar hides the cursor
-        kept = run is not None and (run / "recipe.toml").exists()
-        text = f"stopped; finished rounds are kept: go on with --resume --out {run}" if kept else "stopped"
-        os.write(2, f"{text}\n".encode())
-        os._exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _complain(text: str) -> None:
     from rich.markup import escape
 
@@ -325,65 +293,13 @@ def _complain(text: str) -> None:
     sys.exit(2)
 
 
-def _unfinished(runs: "Sequence[tuple[str, Recipe]]", out: Path) -> dict[str, bool]:
-    """The runs of a sweep that are still to do, all checked before the first one starts: whether to resume them."""
-    from semifed.assembly import assemble, prepare_run
-    from semifed.rundir import RunDirectory
-
-    waiting: dict[str, bool] = {}
-    checked = []
-    for name, recipe in runs:
-        begun = (out / name / "recipe.toml").exists()
-        if begun and RunDirectory(out / name).finished(recipe) is not None:
-            continue
-        waiting[name] = begun
-        alike = recipe.model_copy(update={"seed": 0})
-        if alike not in checked:
-            assemble(prepare_run(recipe))
-            checked.append(alike)
-    return waiting
-
-
-def _say_once(lines: Iterable[str]) -> None:
-    for line in dict.fromkeys(lines):
-        _say(f"note: {line}")
-
-
-def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[str, Any]:
-    from semifed.assembly import prepare_run
-    from semifed.progress import Bar, Lines, Silent
-    from semifed.report import write_report
-    from semifed.run import execute
-    from semifed.rundir import RunDirectory
-
-    terminal = _terminal()
-    reporter = Silent(Console(stderr=True)) if quiet else Bar(terminal) if terminal.is_terminal else Lines(terminal)
-    result = RunDirectory(out).finished(recipe) if resume else None
-    if result is not None and not quiet:
-        _say(f"{out} is finished already")
-    if result is None:
-        with _leaving_at_once(out):
-            result = execute(prepare_run(recipe), out, reporter, resume=resume)
-    write_report(out)
-    return result
-
-
 def _say_result(result: dict[str, Any], out: Path) -> None:
     from semifed.report.words import split_metric
 
     own = {key: value for key, value in result["metrics"].items() if value is not None and not split_metric(key)[0]}
     shown = "  ".join(f"{key} {value:.4f}" for key, value in own.items())
-    _say(f"{result['method']} after round {result['rounds']}: {shown}")
-    _say(f"report: {out / 'report.html'}")
-
-
-def _terminal() -> Console:
-    """Standard output as it is now: its width may have changed since the last look."""
-    return Console()
-
-
-def _say(text: str) -> None:
-    _terminal().print(text, highlight=False, markup=False, soft_wrap=True)
+    say(f"{result['method']} after round {result['rounds']}: {shown}")
+    say(f"report: {out / 'report.html'}")
 
 
 def _default_out(recipe: str, loaded: "Recipe") -> Path:

@@ -1,0 +1,104 @@
+"""Runs that a command carries out: one, or many of which finished ones are kept and interrupted ones resumed."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from semifed.terminal import say, terminal
+
+if TYPE_CHECKING:  # nothing that loads PyTorch: the command line is parsed before
+    from semifed.recipe import Recipe
+
+    Runs = Sequence[tuple[str, Recipe]]  # by the name of their directory
+
+
+@contextmanager
+def leaving_at_once(run: Path | None = None, *, go_on: str = "") -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the process where it stands, without a traceback, and say how to go on.
+
+    Nothing needs to be put away: a finished round is on disk, and workers end when their parent does.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        if terminal().is_terminal:
+            os.write(1, b"\x1b[?25h\n")  # the live bar hides the cursor
+        kept = run is not None and (run / "recipe.toml").exists()
+        text = f"stopped; finished rounds are kept: {go_on}" if kept else "stopped"
+        os.write(2, f"{text}\n".encode())
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def carry_out(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool, go_on: str = "") -> dict[str, Any]:
+    """One run with its report; its summary."""
+    from semifed.assembly import prepare_run
+    from semifed.progress import Bar, Lines, Silent
+    from semifed.report import write_report
+    from semifed.run import execute
+    from semifed.rundir import RunDirectory
+
+    console = terminal()
+    reporter = Silent(Console(stderr=True)) if quiet else Bar(console) if console.is_terminal else Lines(console)
+    result = RunDirectory(out).finished(recipe) if resume else None
+    if result is not None and not quiet:
+        say(f"{out} is finished already")
+    if result is None:
+        with leaving_at_once(out, go_on=go_on or f"go on with --resume --out {out}"):
+            result = execute(prepare_run(recipe), out, reporter, resume=resume)
+    write_report(out)
+    return result
+
+
+def carry_out_all(runs: "Runs", waiting: Mapping[str, bool], out: Path) -> None:
+    """One run after the other, those that wait."""
+    from semifed.report import write_report
+
+    for number, (name, recipe) in enumerate(runs, 1):
+        state = "" if name in waiting else ": finished before"
+        say(f"[{number}/{len(runs)}] {name}{state}")
+        if name in waiting:
+            quiet = not terminal().is_terminal
+            carry_out(recipe, out / name, resume=waiting[name], quiet=quiet, go_on="give the same command again")
+        elif not (out / name / "report.html").exists():
+            write_report(out / name)
+
+
+def unfinished(runs: "Runs", out: Path) -> dict[str, bool]:
+    """The runs that are still to do, and whether they were begun; a directory with another run is refused."""
+    from semifed.rundir import RunDirectory
+
+    waiting = {}
+    for name, recipe in runs:
+        begun = (out / name / "recipe.toml").exists()
+        if not begun or RunDirectory(out / name).finished(recipe) is None:
+            waiting[name] = begun
+    return waiting
+
+
+def refuse_what_cannot_run(recipes: "Sequence[Recipe]") -> None:
+    """Put each together once, whatever its seed: a mistake is told before the first of them trains for hours."""
+    from semifed.assembly import assemble, prepare_run
+    from semifed.data.datasets import load
+
+    checked: list[Recipe] = []
+    dataset, source = None, None
+    for recipe in recipes:
+        alike = recipe.model_copy(update={"seed": 0})
+        if alike in checked:
+            continue
+        if source != (recipe.dataset, recipe.data):  # those of a table's setting follow one another
+            dataset, source = load(recipe.dataset, recipe.data), (recipe.dataset, recipe.data)
+        assemble(prepare_run(recipe, dataset))
+        checked.append(alike)
