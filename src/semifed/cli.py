@@ -262,6 +262,34 @@ def bench(
     measure(parts or [], turns=turns, workers=workers, file=file, plots=plots)
 
 
+@app.command()
+def reproduce(
+    table: Annotated[
+        str, typer.Argument(metavar="[TABLE]", help="Such as sage/table1; left out: shows them.")
+    ] = "list",
+    overrides: Overrides = None,
+    scale: Annotated[str, typer.Option(metavar="mini|paper", help="Small recipes, or the paper's.")] = "mini",
+    seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Rows, methods or settings; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the runs go; default reproduce/PAPER-TABLE-SCALE.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; 0 = one a core.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Run nothing: show what is there and what would be run.")] = False,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a page.")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for programs.")] = None,
+) -> None:
+    """The papers' tables, ours beside theirs: runs what is missing, keeps what is finished."""
+    from semifed import reproduce as command
+
+    if table == "list":
+        command.list_tables()
+        return
+    given = [*(overrides or ()), *([] if workers is None else [f"engine.workers={workers}"])]
+    chosen = [name.strip() for names in only or () for name in names.split(",")]
+    command.reproduce(table, command.Asked(given, scale, seeds, chosen, out, dry, markdown, csv))
+
+
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Federated learning when labels are scarce, clients are many, and some classes have no name yet."""

@@ -240,8 +240,8 @@ def images_of(arguments: Sequence[Path]) -> list[Path]:
     return found
 
 
-def write_csv(rows: Sequence[Answer | Member], path: Path) -> None:
-    """One line for each image, of which there is at least one."""
+def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:
+    """One line for each image or number, of which there is at least one."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(rows[0]._fields)

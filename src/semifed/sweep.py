@@ -36,7 +36,7 @@ def grid(
     for key, count in Counter(key for key, _ in parsed).items():
         if count > 1:
             raise UserError(f"{key}: this axis is given {count} times; put its values in one, {key}=A,B,C")
-    chosen_seeds = _seeds(seeds)
+    chosen_seeds = seeds_of(seeds)
     ends = Counter(key.rpartition(".")[2] for key, _ in parsed)
     runs: dict[str, Recipe] = {}
     for values in product(*(values for _, values in parsed)):
@@ -48,8 +48,7 @@ def grid(
                 words.append(f"{short if ends[short] == 1 else key}={value}")
         for seed in chosen_seeds:
             loaded = load_recipe(recipe, [*(f"{key}={value}" for key, value in point), f"seed={seed}"])
-            words_of_run = [str(loaded.method["name"]), *words, f"seed{seed}"]
-            name = "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in words_of_run)
+            name = directory_name(str(loaded.method["name"]), *words, f"seed{seed}")
             if name in runs:
                 raise UserError(f"two runs of this sweep would share the directory {name}; give each value once")
             runs[name] = loaded
@@ -58,6 +57,11 @@ def grid(
     refuse_unknown("--ceiling", ceiling, methods)
     refuse_unknown("--against", against, methods)
     return list(runs.items())
+
+
+def directory_name(*words: str) -> str:
+    """What a run is called by, in signs that need no quotes."""
+    return "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in words)
 
 
 def _axis(text: str) -> Axis:
@@ -70,7 +74,8 @@ def _axis(text: str) -> Axis:
     return key, choices
 
 
-def _seeds(text: str) -> list[int]:
+def seeds_of(text: str) -> list[int]:
+    """The seeds of --seeds."""
     try:
         return [int(seed) for seed in text.split(",")]
     except ValueError:

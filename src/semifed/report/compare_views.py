@@ -1,7 +1,8 @@
 """A comparison for the terminal and for the browser."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup
@@ -19,6 +20,7 @@ from semifed.report.words import (
     metric_title,
     metric_value,
     scenario_words,
+    signed,
     split_metric,
 )
 
@@ -102,7 +104,7 @@ def print_table(comparison: Comparison, console: "Console", *, hint: bool = True
     everything = columns(comparison)
     shown = _fitting(everything, console.width)
     console.print(Text(_subject(comparison), style="bold"))
-    _print_columns(comparison, shown, console)
+    print_columns(shown, _block_ends(comparison), console)
     left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
     notes = [*reading_notes(comparison, shown), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]
     further = len(further_columns(comparison))
@@ -120,11 +122,12 @@ def print_further(comparison: Comparison, console: "Console") -> None:
         while fitting < len(waiting) and _total_width([*naming, *waiting[: fitting + 1]]) <= console.width:
             fitting += 1
         console.print()
-        _print_columns(comparison, [*naming, *waiting[:fitting]], console)
+        print_columns([*naming, *waiting[:fitting]], _block_ends(comparison), console)
         waiting = waiting[fitting:]
 
 
-def _print_columns(comparison: Comparison, shown: Sequence[Column], console: "Console") -> None:
+def print_columns(shown: Sequence[Column], block_ends: Set[int], console: "Console") -> None:
+    """A table in a terminal, with a gap below each row in `block_ends`; words are folded to fit, numbers never."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -136,11 +139,14 @@ def _print_columns(comparison: Comparison, shown: Sequence[Column], console: "Co
             table.add_column(heading, justify="right", vertical="top", no_wrap=True, min_width=column.width)
         else:
             table.add_column(heading, vertical="top", overflow="fold")
-    for position, row in enumerate(comparison.rows):
-        ends_block = position + 1 < len(comparison.rows) and comparison.rows[position + 1].block != row.block
-        table.add_row(*(Text(column.cells[position]) for column in shown), end_section=ends_block)
+    for position in range(len(shown[0].cells)):
+        table.add_row(*(Text(column.cells[position]) for column in shown), end_section=position in block_ends)
     console.print(table)
     console.print()
+
+
+def _block_ends(comparison: Comparison) -> set[int]:
+    return {end for end, (row, below) in enumerate(pairwise(comparison.rows)) if below.block != row.block}
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -288,7 +294,7 @@ def _percent(value: float | None) -> str:
 def _first_or_difference(row: Row) -> str:
     if row.behind_first is None:
         return ""
-    text = f"{100 * row.behind_first.mean:+.1f}".replace("-", "−")
+    text = signed(100 * row.behind_first.mean)
     return text if row.behind_first.std is None else f"{text} ± {100 * row.behind_first.std:.1f}"
 
 

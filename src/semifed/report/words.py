@@ -105,6 +105,11 @@ def metric_value(metric: str, value: float | None) -> str:
     return f"{100 * value:.1f}" if is_fraction(metric) else f"{value:.4g}"
 
 
+def signed(points: float) -> str:
+    """A difference in points, with one decimal and a minus sign that is one."""
+    return f"{points:+.1f}".replace("-", "−")
+
+
 def in_reading_order(metrics: Iterable[str]) -> list[str]:
     """Metrics with the headline ones first and those nobody documented last."""
     documented = list(_METRIC_WORDS)
