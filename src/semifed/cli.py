@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from semifed import __version__
 from semifed.deploy.commands import app as deploy
 from semifed.errors import UserError, nearest
+from semifed.model_commands import discover, export, predict
+from semifed.terminal import say, terminal
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are answered at once
     from semifed.recipe import Recipe
@@ -101,16 +102,16 @@ def sweep(
     for number, (name, loaded) in enumerate(runs, 1):
         done = name not in waiting
         state = ": finished before" if done else ""
-        _terminal().print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
+        terminal().print(f"[{number}/{len(runs)}] {name}{state}", highlight=False, markup=False, soft_wrap=True)
         if not done:
-            _execute(loaded, out / name, resume=waiting[name], quiet=not _terminal().is_terminal)
+            _execute(loaded, out / name, resume=waiting[name], quiet=not terminal().is_terminal)
         elif not (out / name / "report.html").exists():
             write_report(out / name)
     made = [out / name for name, _ in runs]
     comparison = compare_runs(made, floor=floor, ceiling=ceiling, reach=reach, against=against)
-    comparison.table(_terminal())
+    comparison.table(terminal())
     comparison.write_html(out / "compare.html")
-    _say(f"curves: {out / 'compare.html'}")
+    say(f"curves: {out / 'compare.html'}")
 
 
 @app.command()
@@ -131,72 +132,15 @@ def compare(
     if as_json:
         print(json.dumps(comparison.as_json(), indent=2))
     else:
-        comparison.table(_terminal(), all_metrics=all_metrics)
+        comparison.table(terminal(), all_metrics=all_metrics)
     if html is not None:
         comparison.write_html(html)
         if not as_json:
-            _say(f"written: {html}")
+            say(f"written: {html}")
 
 
-@app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run; only its model/ is used.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE_OR_FOLDER...", help="What to look at.")],
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to this file too.")] = None,
-) -> None:
-    """Name the class of images, or call them unknown."""
-    from semifed.predict import images_of, load_model, write_csv
-
-    model = load_model(run)
-    answers = list(model.answers(images_of(images)))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("image", overflow="fold")
-    table.add_column("label", overflow="fold")
-    table.add_column("confidence", justify="right")
-    table.add_column("unknown score", justify="right")
-    for image, label, confidence, score in answers:
-        table.add_row(Text(str(image)), Text(label), f"{confidence:.3f}", f"{score:.4g}")
-    _terminal().print(table, highlight=False, markup=False)
-    if not model.rejects:
-        _say("This model calls nothing unknown: its server held no labels to set a threshold with.")
-    if csv is not None:
-        write_csv(answers, csv)
-        _say(f"written: {csv}")
-
-
-@app.command()
-def discover(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run of a method of category discovery.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE_OR_FOLDER...", help="What to sort into groups.")],
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every image with its group.")] = None,
-    sheets: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a picture of every group.")] = None,
-) -> None:
-    """Sort images into groups, also those of classes nobody has named."""
-    from semifed.discover import described, discovered
-    from semifed.predict import images_of, load_model, write_csv
-
-    model = load_model(run)
-    if model.misses_labels:
-        _say(
-            "This model came without model/labelled.safetensors: images are grouped without the help of labelled ones."
-        )
-    members = discovered(model, images_of(images), sheets)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("group", "images", "confidence"):
-        table.add_column(title, justify="right")
-    table.add_column("looks most like", overflow="fold")
-    for group in described(members):
-        like = f"{group.looks_like} ({group.share:.0%})"
-        table.add_row(str(group.number), str(group.images), f"{group.confidence:.2f}", Text(like))
-    _terminal().print(table, highlight=False, markup=False)
-    if alone := sum(member.group < 0 for member in members):
-        _say(f"in no group: {alone}")
-    _say("A group of low confidence is likely to be a class without a name.")
-    if csv is not None:
-        write_csv(members, csv)
-    for path in (csv, sheets):
-        if path is not None:
-            _say(f"written: {path}")
+for command in (predict, discover, export):
+    app.command()(command)
 
 
 @app.command()
@@ -214,10 +158,10 @@ def partition(
     from semifed.report import draw_partition, partition_table
 
     counts = class_counts(prepare_run(loaded).scenario)
-    partition_table(counts, _terminal())
+    partition_table(counts, terminal())
     if out is not None:
         draw_partition(counts, out)
-        _say(f"drawn: {out}")
+        say(f"drawn: {out}")
 
 
 @app.command(name="list")
@@ -251,7 +195,7 @@ def list_(
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    _terminal().print(table, highlight=False, markup=False)
+    terminal().print(table, highlight=False, markup=False)
 
 
 @app.command()
@@ -303,7 +247,7 @@ def _leaving_at_once(run: Path | None = None) -> Iterator[None]:
     """
 
     def leave(number: int, _: FrameType | None) -> None:
-        if _terminal().is_terminal:
+        if terminal().is_terminal:
             os.write(1, b"\x1b[?25h\n")  # the live bar hides the cursor
         kept = run is not None and (run / "recipe.toml").exists()
         text = f"stopped; finished rounds are kept: go on with --resume --out {run}" if kept else "stopped"
@@ -346,7 +290,7 @@ def _unfinished(runs: "Sequence[tuple[str, Recipe]]", out: Path) -> dict[str, bo
 
 def _say_once(lines: Iterable[str]) -> None:
     for line in dict.fromkeys(lines):
-        _say(f"note: {line}")
+        say(f"note: {line}")
 
 
 def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[str, Any]:
@@ -356,11 +300,11 @@ def _execute(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool) -> dict[
     from semifed.run import execute
     from semifed.rundir import RunDirectory
 
-    terminal = _terminal()
-    reporter = Silent(Console(stderr=True)) if quiet else Bar(terminal) if terminal.is_terminal else Lines(terminal)
+    console = terminal()
+    reporter = Silent(Console(stderr=True)) if quiet else Bar(console) if console.is_terminal else Lines(console)
     result = RunDirectory(out).finished(recipe) if resume else None
     if result is not None and not quiet:
-        _say(f"{out} is finished already")
+        say(f"{out} is finished already")
     if result is None:
         with _leaving_at_once(out):
             result = execute(prepare_run(recipe), out, reporter, resume=resume)
@@ -373,17 +317,8 @@ def _say_result(result: dict[str, Any], out: Path) -> None:
 
     own = {key: value for key, value in result["metrics"].items() if value is not None and not split_metric(key)[0]}
     shown = "  ".join(f"{key} {value:.4f}" for key, value in own.items())
-    _say(f"{result['method']} after round {result['rounds']}: {shown}")
-    _say(f"report: {out / 'report.html'}")
-
-
-def _terminal() -> Console:
-    """Standard output as it is now: its width may have changed since the last look."""
-    return Console()
-
-
-def _say(text: str) -> None:
-    _terminal().print(text, highlight=False, markup=False, soft_wrap=True)
+    say(f"{result['method']} after round {result['rounds']}: {shown}")
+    say(f"report: {out / 'report.html'}")
 
 
 def _default_out(recipe: str, loaded: "Recipe") -> Path:
