@@ -19,7 +19,7 @@ from semifed.models.inputs import IMAGENET, ONE_HALF, input_form
 from semifed.models.network import Network, build_network
 from semifed.net import Net
 from semifed.predict import load_model
-from toys import equal_weights, run_toy, toy_parts, toy_recipe
+from toys import equal_weights, run_toy, stored_vit, toy_parts, toy_recipe
 
 GREY = Normalisation((0.3,), (0.2,))
 COLOUR = Normalisation((0.5, 0.4, 0.3), (0.25, 0.2, 0.3))
@@ -210,26 +210,7 @@ def test_mistakes_name_the_key(options: dict[str, Any], words: list[str]) -> Non
 
 @pytest.fixture(scope="module")
 def small_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer of two blocks, stored as its library stores them; dropout must be left aside."""
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=16,
-        patch_size=4,
-        hidden_dropout_prob=0.3,
-        attention_probs_dropout_prob=0.3,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.ViTModel(config, add_pooling_layer=False)
-        for parameter in model.parameters():
-            parameter.data.normal_(0.0, 0.3)
-    folder = tmp_path_factory.mktemp("vit")
-    transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    return folder
+    return stored_vit(tmp_path_factory.mktemp("vit"))
 
 
 def library_features(folder: Path, pixels: Tensor, **options: Any) -> Tensor:

@@ -181,6 +181,30 @@ def run_toy(parts: Parts, out: Path, *, resume: bool = False, reporter: Quiet | 
     return Outcome(load_file(out / "model" / "model.safetensors"), RunDirectory(out).rounds(), summary, exchanges)
 
 
+def stored_vit(folder: Path) -> Path:
+    """A transformer of two blocks, stored as its library stores them; dropout must be left aside."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=0.3,
+        attention_probs_dropout_prob=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.ViTModel(config, add_pooling_layer=False)
+        for parameter in model.parameters():
+            parameter.data.normal_(0.0, 0.3)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return folder
+
+
 def equal_weights(one: Weights, other: Weights) -> bool:
     """Whether two maps hold the same names and the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from semifed import __version__
 from semifed.deploy.commands import app as deploy
 from semifed.errors import UserError, nearest
 from semifed.execution import carry_out, carry_out_all, leaving_at_once, refuse_what_cannot_run, unfinished
+from semifed.model_commands import discover, export, predict
 from semifed.terminal import say, say_once, terminal
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are answered at once
@@ -131,63 +131,8 @@ def compare(
             say(f"written: {html}")
 
 
-@app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run; only its model/ is used.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE_OR_FOLDER...", help="What to look at.")],
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to this file too.")] = None,
-) -> None:
-    """Name the class of images, or call them unknown."""
-    from semifed.predict import images_of, load_model, write_csv
-
-    model = load_model(run)
-    answers = list(model.answers(images_of(images)))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("image", overflow="fold")
-    table.add_column("label", overflow="fold")
-    table.add_column("confidence", justify="right")
-    table.add_column("unknown score", justify="right")
-    for image, label, confidence, score in answers:
-        table.add_row(Text(str(image)), Text(label), f"{confidence:.3f}", f"{score:.4g}")
-    terminal().print(table, highlight=False, markup=False)
-    if not model.rejects:
-        say("This model calls nothing unknown: its server held no labels to set a threshold with.")
-    if csv is not None:
-        write_csv(answers, csv)
-        say(f"written: {csv}")
-
-
-@app.command()
-def discover(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run of a method of category discovery.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE_OR_FOLDER...", help="What to sort into groups.")],
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every image with its group.")] = None,
-    sheets: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a picture of every group.")] = None,
-) -> None:
-    """Sort images into groups, also those of classes nobody has named."""
-    from semifed.discover import described, discovered
-    from semifed.predict import images_of, load_model, write_csv
-
-    model = load_model(run)
-    if model.misses_labels:
-        say("This model came without model/labelled.safetensors: images are grouped without the help of labelled ones.")
-    members = discovered(model, images_of(images), sheets)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("group", "images", "confidence"):
-        table.add_column(title, justify="right")
-    table.add_column("looks most like", overflow="fold")
-    for group in described(members):
-        like = f"{group.looks_like} ({group.share:.0%})"
-        table.add_row(str(group.number), str(group.images), f"{group.confidence:.2f}", Text(like))
-    terminal().print(table, highlight=False, markup=False)
-    if alone := sum(member.group < 0 for member in members):
-        say(f"in no group: {alone}")
-    say("A group of low confidence is likely to be a class without a name.")
-    if csv is not None:
-        write_csv(members, csv)
-    for path in (csv, sheets):
-        if path is not None:
-            say(f"written: {path}")
+for command in (predict, discover, export):
+    app.command()(command)
 
 
 @app.command()

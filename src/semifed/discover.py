@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from semifed.durable import write_atomically
-from semifed.predict import BATCH, Member, Model
+from semifed.predict import Member, Model
+from semifed.predictions import BATCH
 from semifed.report.contact_sheet import strip
 
 SHOWN = 16

@@ -63,6 +63,7 @@ class Method(Generic[S, D, U, C, K]):
     no_meaning: ClassVar[Mapping[str, str]] = ONLY_KNOWN  # scenario.labels, .classes or model.head, and why
     opens_labels: ClassVar[bool] = False  # a ceiling: trains on the true labels of all known images
     heads: ClassVar[Mapping[str, str]] = {}  # further heads the network must have
+    unknown_score: ClassVar[str] = "1 - largest probability"  # what `predict` says beside the logits
 
     def needed_heads(self) -> Mapping[str, str]:
         """Which of `heads` this configuration builds, by default all."""

@@ -110,7 +110,15 @@ class Prediction(NamedTuple):
         return self.logits.softmax(dim=1)
 
 
+DETECTOR_SCORE = "1 - known score of the named class's detector"
+
+
 def detected(output: Output) -> Prediction:
     """SSB's answer: the classifier names the class, the detector of that class says how unknown it is."""
     score = known_score(output.heads["ova"], output.logits.argmax(dim=1))
     return Prediction(output.logits, 1 - score)
+
+
+def outside(output: Output) -> Prediction:
+    """ProSub's answer: an image is as unknown as its features lie outside the subspace of the known classes."""
+    return Prediction(output.logits, 1 - output.heads["subspace"])

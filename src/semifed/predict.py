@@ -22,11 +22,12 @@ from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import Output, build_network
 from semifed.net import Net
+from semifed.predictions import BATCH
 from semifed.recipe import ModelTable
 
 UNKNOWN_LABEL = "unknown"
+UNKNOWN_INDEX = -1  # its place among the classes
 LABELLED = "labelled.safetensors"
-BATCH = 128
 
 Size = Annotated[int, Field(ge=1, le=2**16)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -51,6 +52,23 @@ class Description(BaseModel):
     mean: tuple[Number, ...]
     std: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...]
     threshold: Number | None  # None: nothing is rejected
+
+
+class Decision(NamedTuple):
+    """What is decided of n images: `semifed predict` puts it into words, `semifed export` into a graph."""
+
+    probabilities: Tensor  # [n, known classes]
+    unknown: Tensor  # [n], larger = more unknown
+    label: Tensor  # int64 [n], a known class, or -1 for unknown
+
+
+def decided(probabilities: Tensor, unknown: Tensor, threshold: float | None) -> Decision:
+    """The most probable class, or unknown above the threshold."""
+    label = probabilities.argmax(dim=1)
+    if threshold is not None:
+        # In double precision, as the threshold was found: rounding may not move an image across it.
+        label = torch.where(unknown.double() > threshold, UNKNOWN_INDEX, label)
+    return Decision(probabilities, unknown, label)
 
 
 class Answer(NamedTuple):
@@ -82,16 +100,16 @@ class Model:
     """A delivered model, loaded."""
 
     def __init__(self, description: Description, method: AnyMethod, net: Net, labelled: Labelled) -> None:
-        self._description = description
-        self._method = method
-        self._net = net
+        self.description = description
+        self.method = method
+        self.net = net
         self._labelled = labelled
         self._views = Views((), (), description.mean, description.std)
 
     @property
     def rejects(self) -> bool:
         """Whether it can call an image unknown."""
-        return self._description.threshold is not None
+        return self.description.threshold is not None
 
     def answers(self, paths: Sequence[Path]) -> Iterator[Answer]:
         """One for each image file, in their order; a few are in memory at a time."""
@@ -100,47 +118,55 @@ class Model:
             said = self.said_of(self.pixels(some))
             yield from (Answer(path, *answer) for path, answer in zip(some, said, strict=True))
 
-    @torch.no_grad()
     def said_of(self, images: Tensor) -> list[tuple[str, float, float]]:
         """Label, confidence and unknown score of images uint8 [n, c, h, w] that have the model's size."""
-        said = self._method.predict(self._net, self._views.plain(images))
-        confidence, label = said.probabilities.max(dim=1)
-        threshold = self._description.threshold
-        # In double precision, as the threshold was found: rounding may not move an image across it.
-        scores = said.unknown.double().tolist()
-        names = [
-            UNKNOWN_LABEL if threshold is not None and score > threshold else self._description.classes[index]
-            for index, score in zip(label.tolist(), scores, strict=True)
-        ]
-        return list(zip(names, confidence.tolist(), scores, strict=True))
+        probabilities, unknown, labels = self.decision_of(images)
+        classes = self.description.classes
+        names = [UNKNOWN_LABEL if label == UNKNOWN_INDEX else classes[label] for label in labels.tolist()]
+        return list(zip(names, probabilities.amax(dim=1).tolist(), unknown.tolist(), strict=True))
+
+    @torch.no_grad()
+    def decision_of(self, images: Tensor) -> Decision:
+        """The same in numbers."""
+        return self.decision(self._views.plain(images))
+
+    def decision(self, views: Tensor) -> Decision:
+        """The same of images that are normalised already."""
+        said = self.method.predict(self.net, views)
+        return decided(said.probabilities, said.unknown, self.description.threshold)
 
     @torch.no_grad()
     def groups(self, images: Tensor) -> Tensor:
         """Which of them belong together, [n], whether their class has a name or not; -1 for those in no group."""
-        if not finds_groups(type(self._method)):
+        if not self.sorts_images:
             finders = ", ".join(name for name in method_names() if finds_groups(method_class(name)))
             raise UserError(f"{self.method_name} looks for no groups; train one of: {finders}")
-        said = outputs_of(self._net, images, torch.arange(len(images)), self._views.plain, BATCH)
+        said = outputs_of(self.net, images, torch.arange(len(images)), self._views.plain, BATCH)
         features, labels = self._labelled
-        beside = Output(self._net.classify(features), features, {})
-        return self._method.clusters(Gallery(said, beside, labels, seed=1))
+        beside = Output(self.net.classify(features), features, {})
+        return self.method.clusters(Gallery(said, beside, labels, seed=1))
+
+    @property
+    def sorts_images(self) -> bool:
+        """Whether it can be asked for groups."""
+        return finds_groups(type(self.method))
 
     @property
     def misses_labels(self) -> bool:
         """Whether it was to group images beside labelled ones, and came without any."""
-        return self._method.groups_by_labels() and not len(self._labelled.labels)
+        return self.method.groups_by_labels() and not len(self._labelled.labels)
 
     @property
     def method_name(self) -> str:
         """What it was trained by."""
-        return str(self._description.method["name"])
+        return str(self.description.method["name"])
 
     def pixels(self, paths: Sequence[Path]) -> Tensor:
         """The images of files, in the model's size, uint8 [n, c, h, w]."""
         return torch.from_numpy(np.stack([self._pixels(path) for path in paths]))
 
     def _pixels(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return read_image(path, self._description.image.size, grey=self._description.image.channels == 1)
+        return read_image(path, self.description.image.size, grey=self.description.image.channels == 1)
 
 
 def load_model(run: Path) -> Model:

@@ -294,7 +294,12 @@ def _row_constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Factor and summand of normalisation for one row of interleaved channels, [w * c] each."""
+    scale, shift = channel_constants(mean, std)
+    return scale.repeat(width).to(device), shift.repeat(width).to(device)
+
+
+def channel_constants(mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Factor and summand that normalise the levels 0 to 255 of each channel, [c] each."""
     centre = torch.tensor(mean, dtype=torch.float64)
     spread = torch.tensor(std, dtype=torch.float64)
-    scale, shift = 1 / (255 * spread), -centre / spread
-    return scale.float().repeat(width).to(device), shift.float().repeat(width).to(device)
+    return (1 / (255 * spread)).float(), (-centre / spread).float()

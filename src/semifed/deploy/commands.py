@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from semifed.errors import UserError
+from semifed.terminal import say
 
 app = typer.Typer(no_args_is_help=True, help="A federation over a real network, on Flower.")
 
@@ -57,7 +58,7 @@ def init(
         shape = (sides[0], sides[1], sides[2])
         names = [name.strip() for name in classes.split(",")]
         found(directory, Agreement(load_recipe(recipe, given), address, port, members, names, shape))
-    _say(f"written; read {directory / 'README.md'} first")
+    say(f"written; read {directory / 'README.md'} first")
 
 
 @app.command()
@@ -69,7 +70,7 @@ def server(
     _needs_flower()
     from semifed.deploy.processes import serve
 
-    raise typer.Exit(serve(folder, _say, proxy=proxy))
+    raise typer.Exit(serve(folder, say, proxy=proxy))
 
 
 @app.command()
@@ -78,7 +79,7 @@ def client(folder: Annotated[Path, typer.Argument(metavar="CLIENT", help="The cl
     _needs_flower()
     from semifed.deploy.processes import join
 
-    raise typer.Exit(join(folder, _say))
+    raise typer.Exit(join(folder, say))
 
 
 @app.command()
@@ -93,9 +94,9 @@ def run(
     from semifed.deploy.processes import run as run_federation
 
     server_parts(folder)  # mistakes are told here, not in a log
-    if not run_federation(folder, out, _say, resume=resume):
+    if not run_federation(folder, out, say, resume=resume):
         raise UserError(f"the run did not finish; what was finished is in {out} (--resume goes on from there)")
-    _say(f"report: {out / 'report.html'}")
+    say(f"report: {out / 'report.html'}")
 
 
 @app.command()
@@ -133,17 +134,11 @@ def inspect(
             table.add_row(one.name, "x".join(map(str, one.shape)) or "number", one.dtype, f"{one.bytes:,}")
         table.add_row("all", "", "", f"{sum(one.bytes for one in sent):,}")
         Console().print(table)
-    _say(
-        "beside them, to a client: recipe, round, learning rate, class names, image size, mean and deviation of pixels"
-    )
-    _say("beside them, from a client: round, seconds; its losses if client.toml says share = 'losses'")
+    say("beside them, to a client: recipe, round, learning rate, class names, image size, mean and deviation of pixels")
+    say("beside them, from a client: round, seconds; its losses if client.toml says share = 'losses'")
 
 
 def _needs_flower() -> None:
     from semifed.engines import flower_engine
 
     flower_engine()
-
-
-def _say(text: str) -> None:
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)

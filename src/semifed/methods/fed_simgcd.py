@@ -46,6 +46,7 @@ class FedSimGCD(Method[Server, Down, Up, Sharpening]):
     title: ClassVar[str] = "a classifier with rows for novel classes, self-distilled and averaged"
     no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION, "novel": "cosine(5)"}
+    unknown_score: ClassVar[str] = "probability of all novel classes together"
 
     novel: Annotated[int, Field(ge=0)] = 0  # classes beside the known ones; 0: as many as the data have
     unsupervised_share: Share = 0.65  # lambda

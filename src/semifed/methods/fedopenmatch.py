@@ -29,7 +29,7 @@ from semifed.method import Method, NonNegative, Share, averaged
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import mean_over, together
-from semifed.payloads import Down, Local, Nothing, Prediction, Server, Up, Visit, detected
+from semifed.payloads import DETECTOR_SCORE, Down, Local, Nothing, Prediction, Server, Up, Visit, detected
 from semifed.pseudo import Gates, PseudoLabels, gates, surely_of_class
 from semifed.server import ServerSite
 
@@ -47,6 +47,7 @@ class FedOpenMatch(Method[Server, Down, Up, Frozen]):
 
     title: ClassVar[str] = "FedOpenMatch-style (secondary source): a detector that leaves the features alone"
     heads: ClassVar[Mapping[str, str]] = {"ova": "mlp2(256)"}
+    unknown_score: ClassVar[str] = DETECTOR_SCORE
 
     threshold: Share = 0.95  # tau_in
     known_threshold: Share = 0.5  # the detector calls the image known

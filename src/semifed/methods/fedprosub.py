@@ -19,7 +19,7 @@ from semifed.method import Method, NonNegative, Share, averaged
 from semifed.models.heads import SUBSPACE_BASIS
 from semifed.net import Net
 from semifed.objectives import plus, supervised, together
-from semifed.payloads import Local, Nothing, Prediction, Visit
+from semifed.payloads import Local, Nothing, Prediction, Visit, outside
 from semifed.prototypes import ClassTotals, class_means, class_totals, subspace_basis, subspace_score
 from semifed.pseudo import PseudoLabels, confident_label
 from semifed.server import ServerSite
@@ -56,6 +56,7 @@ class FedProSub(Method[State, Sent, Reply, BetaMixture]):
 
     title: ClassVar[str] = "ProSub with labels at the server: known or unknown by the subspace of class prototypes"
     heads: ClassVar[Mapping[str, str]] = {"predictor": "linear(features)", "subspace": "subspace"}
+    unknown_score: ClassVar[str] = "1 - cosine to the subspace of class prototypes"
 
     threshold: Share = 0.95  # tau
     consistency_weight: NonNegative = 1.0  # w_pl
@@ -116,5 +117,4 @@ class FedProSub(Method[State, Sent, Reply, BetaMixture]):
         return State(weights | {SUBSPACE_BASIS: subspace_basis(prototypes)}, prototypes, mixture)
 
     def predict(self, net: Net, images: Tensor) -> Prediction:
-        output = net(images)
-        return Prediction(output.logits, 1 - output.heads["subspace"])
+        return outside(net(images))

@@ -46,6 +46,7 @@ class FedSCOMatch(Method[Server, Down, Up, Const, Memory]):
 
     title: ClassVar[str] = "SCOMatch with labels at the server: unknown is one more class, learnt from a queue"
     heads: ClassVar[Mapping[str, str]] = {"unknown": "linear(1, no-bias)"}
+    unknown_score: ClassVar[str] = "probability of unknown as one more class"
 
     threshold: Share = 0.95  # tau
     unknown_threshold: Share = 0.95  # tau_ood at first, and at most
@@ -66,7 +67,7 @@ class FedSCOMatch(Method[Server, Down, Up, Const, Memory]):
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         if len(batch.unlabelled) == 0:
             return self.server_loss(net, batch)
-        (data, memory), stream = const, batch.unlabelled.stream("queue")
+        (data, memory), stream, at = const, batch.unlabelled.stream("queue"), batch.unlabelled.position
         size = min(len(batch.labelled) or len(batch.unlabelled), CAPACITY)
         drawn = torch.randperm(len(memory.position), generator=stream)[: size if len(memory.position) >= size else 0]
         queued = data.views.weak(data.images[data.unlabelled[memory.position[drawn]]], stream)
@@ -86,7 +87,6 @@ class FedSCOMatch(Method[Server, Down, Up, Const, Memory]):
         value = torch.stack(list(terms.values())).sum()
         if len(batch.labelled) == 0 and not torch.cat([queue_used, open_used, close_used]).any():
             value = value.detach()  # nothing to learn from: weight decay and momentum alone must not move the model
-        at = batch.unlabelled.position
         after = self._after(memory, at, weak, len(data.unlabelled))
         # An image the open stream takes as known is one of the close stream's too, with the same label.
         return Loss(value, terms, pseudo=PseudoLabels(at, close_target, close_used), carry=Const(data, after))

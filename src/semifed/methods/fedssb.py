@@ -16,7 +16,7 @@ from semifed.fit import Loss
 from semifed.method import Method, NonNegative, Share, averaged
 from semifed.net import Net
 from semifed.objectives import OpenSetWeights, open_set_supervised, ssb_loss
-from semifed.payloads import Down, Local, Nothing, Prediction, Server, Up, Visit, detected
+from semifed.payloads import DETECTOR_SCORE, Down, Local, Nothing, Prediction, Server, Up, Visit, detected
 from semifed.pseudo import Gates, gates
 from semifed.server import ServerSite
 
@@ -27,6 +27,7 @@ class FedSSB(Method[Server, Down, Up, Gates]):
 
     title: ClassVar[str] = "SSB with labels at the server: FixMatch and a one-vs-all detector of unknowns"
     heads: ClassVar[Mapping[str, str]] = {"ova": "mlp2(256)"}
+    unknown_score: ClassVar[str] = DETECTOR_SCORE
 
     threshold: Share = 0.95  # tau
     negative_threshold: Share = 0.99  # tau_neg

@@ -15,7 +15,7 @@ from semifed.fit import Loss
 from semifed.method import Method, NonNegative, Share, averaged
 from semifed.net import Net
 from semifed.objectives import OpenSetWeights, open_set_supervised, ssb_loss
-from semifed.payloads import Averaged, Down, Local, Nothing, Prediction, Up, Visit, detected
+from semifed.payloads import DETECTOR_SCORE, Averaged, Down, Local, Nothing, Prediction, Up, Visit, detected
 from semifed.pseudo import Gates, gates
 from semifed.server import ServerSite
 from semifed.wire import Weights
@@ -27,6 +27,7 @@ class FedSSBEMA(Method[Averaged, Down, Up, Gates]):
 
     title: ClassVar[str] = "FedSSB with a moving average over rounds at the server"
     heads: ClassVar[Mapping[str, str]] = {"ova": "mlp2(256)"}
+    unknown_score: ClassVar[str] = DETECTOR_SCORE
 
     threshold: Share = 0.95  # tau
     negative_threshold: Share = 0.99  # tau_neg

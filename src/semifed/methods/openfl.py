@@ -20,7 +20,7 @@ from semifed.losses import alignment, mean, supervised_contrastive
 from semifed.method import AtLeastOne, Method, NonNegative, Share, Temperature, averaged
 from semifed.net import Net
 from semifed.objectives import OpenSetWeights, open_set_supervised, open_set_unsupervised, plus, together
-from semifed.payloads import Local, Nothing, Prediction, Visit, detected
+from semifed.payloads import DETECTOR_SCORE, Local, Nothing, Prediction, Visit, detected
 from semifed.prototypes import class_directions, mean_direction_norm, refreshed
 from semifed.pseudo import Gates, gates
 from semifed.server import ServerSite
@@ -68,6 +68,7 @@ class OpenFL(Method[State, Sent, Reply, Const]):
 
     title: ClassVar[str] = "pivots, dual-gated alignment and reliability-aware averaging against unknown classes"
     heads: ClassVar[Mapping[str, str]] = {"ova": "mlp2(256)", "projection": "128"}
+    unknown_score: ClassVar[str] = DETECTOR_SCORE
 
     threshold: Share = 0.95  # tau_ID
     known_threshold: Share = 0.9  # eta_ID

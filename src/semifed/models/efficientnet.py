@@ -91,7 +91,8 @@ class EfficientNetLite0(Backbone):
         if not self.frozen_layers:
             return self.form(x)
         frozen = self.layers[: self.frozen_layers]
-        pixels = len(x) * self.form.size**2
+        # A graph that is exported has one way for batches of every size, and its runtime folds by itself.
+        pixels = 0 if torch.compiler.is_compiling() else len(x) * self.form.size**2
         if pixels < _FOLDED_FROM:
             maps: Tensor = frozen(self.form(x))
             return maps

@@ -91,7 +91,7 @@ class VisionTransformer(Backbone):
         return features
 
     def _through(self, blocks: nn.Module, tokens: Tensor) -> Tensor:
-        if len(tokens):  # attention cannot reshape nothing
+        if tokens.shape[0]:  # attention cannot reshape nothing; `len` would fix the number in an exported graph
             for block in blocks.children():
                 tokens = block(tokens, None)
         return tokens
