@@ -172,15 +172,18 @@ def test_a_node_that_is_only_led_to_belongs_where_the_walk_comes_from() -> None:
 
 
 def test_links_are_directed() -> None:
-    # The walk of a ring of arcs all one way round; undirected, each arc would be as near to both of its sides.
-    ring = torch.arange(12)
-    links = cliques(range(4), range(4, 8), range(8, 12), weight=0.2)
-    forward = Links(
-        torch.cat([links.source, ring]),
-        torch.cat([links.target, ring.roll(-1)]),
-        torch.cat([links.weight, torch.ones(12)]),
+    # The last node leads strongly to the first clique, from where no link leads back: the walk comes to it from the
+    # second one. Without directions it would belong to the first.
+    links = cliques(range(4), range(4, 8))
+    beside = torch.arange(4)
+    last = torch.full((4,), 8)
+    mixed = Links(
+        torch.cat([links.source, last, last, beside + 4]),
+        torch.cat([links.target, beside, beside + 4, last]),
+        torch.cat([links.weight, torch.full((4,), 3.0), torch.ones(8)]),
     )
-    assert communities(forward, 12, seed=1, trials=5).tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    for seed in (1, 2, 3):
+        assert communities(mixed, 9, seed=seed, trials=5).tolist() == [0] * 4 + [1] * 4 + [1]
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

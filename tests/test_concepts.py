@@ -1,6 +1,8 @@
 """Concepts of blobs whose answer is plain to see, and everything a client may hold too little or too much of."""
 
-from typing import Any
+import runpy
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from semifed.discovery import concepts
-from semifed.discovery.concepts import Concepts, discover_concepts, neighbour_count, sampled
+from semifed.discovery.concepts import ClassSize, Concepts, discover_concepts, neighbour_count, sampled
 from semifed.discovery.neighbours import Neighbours, nearest_neighbours
 from semifed.metrics import ari, hungarian_accuracy
+
+SCRIPT = Path(__file__).parents[1] / "results" / "discovery" / "class_size.py"
+CLASS_SIZES = get_args(ClassSize)
 
 
 def stream(seed: int = 0) -> torch.Generator:
@@ -75,8 +80,8 @@ def test_small_groups_and_lonely_images_join_the_nearest_or_none() -> None:
     assert joined.member[outside].tolist() == nearest
     assert torch.equal(joined.prototypes, alone.prototypes), "outliers move no prototype"
     assert torch.equal(joined.member[~outside], alone.member[~outside])
-    assert len(discover(features, smallest=1, **strict).prototypes) == 3
-    assert len(discover(features, smallest=15, **strict).prototypes) == 1
+    assert len(discover(features, smallest=2, **strict).prototypes) == 3
+    assert len(discover(features, smallest=16, **strict).prototypes) == 1
 
 
 @pytest.mark.parametrize("rule", ["clique", "reweight", "cut", "none"])
@@ -86,7 +91,7 @@ def test_next_to_nothing_is_one_concept_or_none(count: int, rule: str) -> None:
     found = discover(features, labels, rule=rule)
     assert found.member.tolist() == [0] * count
     assert found.prototypes.shape == (min(count, 1), 4)
-    apart = discover(features, labels, rule=rule, outliers="none", smallest=3)
+    apart = discover(features, labels, rule=rule, outliers="none", smallest=4)
     assert apart.member.tolist() == [-1] * count
     assert apart.prototypes.shape == (0, 4)
 
@@ -185,9 +190,12 @@ def test_a_sample_keeps_links_in_bounds_and_neighbours_in_proportion(images: int
 def test_neighbours_are_two_fifths_of_a_class() -> None:
     # Half of each seen class is labelled: 30, 50 and 100 labels are classes of 60, 100 and 200.
     counts = torch.tensor([30, 0, 100, 50, 0])
-    assert neighbour_count(1000, counts, 0.5) == 40
-    assert neighbour_count(1000, counts, 0.25) == 80
-    assert neighbour_count(1000, counts[:3], 0.5) == round(0.4 * 65 / 0.5)
+    sizes = [60] * 60 + [200] * 200 + [100] * 100  # of every image's class
+    assert neighbour_count(1000, counts, 0.5) == round(0.4 * sum(sizes) / len(sizes)) == 60
+    assert neighbour_count(1000, counts, 0.25) == round(0.4 * 2 * sum(sizes) / len(sizes))
+    assert neighbour_count(1000, counts, 0.5, class_size="median") == 40
+    assert neighbour_count(1000, counts, 0.25, class_size="median") == 80
+    assert neighbour_count(1000, counts[:3], 0.5, class_size="median") == round(0.4 * 65 / 0.5)
     assert neighbour_count(1000, counts, 0.5, most=25) == 25
     assert neighbour_count(30, counts, 0.5) == 29
     assert neighbour_count(1000, torch.tensor([1]), 1.0) == 5
@@ -195,6 +203,27 @@ def test_neighbours_are_two_fifths_of_a_class() -> None:
     assert [neighbour_count(images, counts, 0.5) for images in (0, 1, 2, 4)] == [0, 0, 1, 3]
     with pytest.raises(ValueError, match="labelled_share"):
         neighbour_count(10, counts, 0)
+
+
+def test_slivers_of_classes_do_not_decide_how_large_a_class_is() -> None:
+    counts = torch.tensor([100, 1, 2, 0, 1])
+    assert neighbour_count(1000, counts, 0.5) == round(0.8 * 10006 / 104)
+    assert neighbour_count(1000, counts, 0.5, class_size="median") == 5
+
+
+@pytest.mark.parametrize(("alpha", "aimed", "by_median"), [(0.05, 0.6, 0.4), (0.2, 0.55, 0.2), (None, 1.0, 1.0)])
+def test_most_clients_of_a_skewed_split_have_the_k_they_should(
+    alpha: float | None, aimed: float, by_median: float
+) -> None:
+    # Specification 4.7: 0.3 to 0.5 of the images of a class that is typical of the client.
+    spread = runpy.run_path(str(SCRIPT))["spread"]
+    clients = [client for seed in range(10) for client in spread(alpha, seed)]
+    shares = {size: np.array([client.neighbours(size) / client.typical for client in clients]) for size in CLASS_SIZES}
+    within = {size: ((share >= 0.3) & (share <= 0.5)).mean() for size, share in shares.items()}
+    assert within["typical"] >= aimed
+    assert within["median"] <= by_median
+    if alpha is not None:
+        assert (shares["typical"] < 0.1).mean() < (shares["median"] < 0.1).mean()
 
 
 def test_labels_of_half_the_digits_help_to_find_all_of_them() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from semifed.assembly import prepare_run
+from semifed.methods.fed_simgcd import FedSimGCD
 from semifed.methods.fedlpa import FedLPA
 from semifed.recipe_file import load_recipe
 from semifed.run import execute
@@ -29,6 +30,7 @@ def test_recipes_at_the_papers_scale_say_what_the_specification_says(dataset: st
     assert (scenario.alpha, scenario.known_count, scenario.labelled_fraction) == (alpha, known, 0.5)
     assert scenario.validation_fraction == 0.1
     assert (recipe.model.name, recipe.model.input_size, recipe.model.head) == ("vit", 224, "cosine")
+    assert (recipe.evaluate.discover, recipe.evaluate.discover_images) == ("test", 10_000), "all of them"
     local = recipe.local
     assert (local.epochs, local.batch, local.unlabelled_ratio) == (1, 64, 1), "64 + 64 is a batch of 128"
     assert (local.lr, local.momentum, local.weight_decay, local.clip) == (0.1, 0.9, 5e-5, 10.0)
@@ -51,6 +53,17 @@ def test_recipes_at_the_papers_scale_say_what_the_specification_says(dataset: st
     assert 0.5 <= method.least_similarity <= 0.6
     assert method.labelled_share == 0.5
     assert method.heads == {"projection": "mlp3(2048, 256, gelu)"}
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.05])
+def test_rows_without_a_recipe_are_reached_by_the_overrides_of_the_manual(alpha: float, tmp_path: Path) -> None:
+    simgcd = ["method=fed-simgcd", "method.entropy_weight=4"]
+    assert load_recipe(f"fedlpa/cifar100-a{alpha:g}", simgcd).build_method() == FedSimGCD(entropy_weight=4.0)
+    ten = load_recipe(f"fedlpa/cifar10-a{alpha:g}", ["scenario.clients=10"])
+    assert ten.cohort_size == ten.scenario.clients == 10
+    pets = load_recipe(f"fedlpa/cifar10-a{alpha:g}", [f"dataset={tmp_path}", "scenario.known_count=19"])
+    birds = load_recipe(f"fedlpa/cifar10-a{alpha:g}", [f"dataset={tmp_path}", "scenario.known=[1, 0, 7]"])
+    assert (pets.scenario.known_count, birds.scenario.known) == (19, (1, 0, 7))
 
 
 @pytest.mark.parametrize("method", ["fed-gcd", "fed-simgcd", "fed-agcl"])

@@ -44,7 +44,7 @@ def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path) -> None:
         assert record["gate"]["pass_known"] > 4 * record["gate"]["pass_unknown"]
 
 
-def write_run(path: Path, seed: int, found: float, **fields: Any) -> None:
+def write_run(path: Path, seed: int, found: float, purity: tuple[float, ...] = (0.5, 0.5), **fields: Any) -> None:
     method = {"name": "fedlpa", "warmup_rounds": 10, **fields}
     recipe = {
         "dataset": "digits",
@@ -56,7 +56,11 @@ def write_run(path: Path, seed: int, found: float, **fields: Any) -> None:
     metrics = {"all": found, "old": found, "new": found, "clusters": 12, "nmi": 0.5, "accuracy": 0.9}
     metrics |= {"infomap.all": found, "infomap.new": found}
     summary = {"metrics": metrics, "seconds": 3.0}
-    rounds = [{"loss": {"concepts": number}, "gate": {"purity": 0.5, "pass_known": 0.25}} for number in (8, 10)]
+    rounds: list[dict[str, Any]] = [{"loss": {}}] * 3  # of warm-up
+    rounds += [
+        {"loss": {"concepts": 8 + 2 * (number % 2)}, "gate": {"purity": share, "pass_known": 0.25}}
+        for number, share in enumerate(purity)
+    ]
     path.mkdir()
     (path / "recipe.toml").write_text(tomli_w.dumps(recipe))
     (path / "summary.json").write_text(json.dumps(summary))
@@ -96,6 +100,22 @@ def test_later_runs_join_a_table_whose_runs_are_gone(
 
     again = table(monkeypatch, capsys, stem, "--add")
     assert again == after, "nothing is lost by reading it again"
+
+
+def test_purity_is_told_for_the_first_and_the_last_rounds_of_discovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stem, before, after = (tmp_path / name for name in ("table", "before", "after"))
+    write_run(before, 0, 0.5)
+    write_run(after, 1, 0.5, purity=(0.9,) * 10 + (0.1,) * 5 + (0.6,) * 10)
+    table(monkeypatch, capsys, stem, before)
+    lines = stem.with_suffix(".csv").read_text().splitlines()
+    place = lines[0].split(",").index("purity_first")
+    older = [",".join(cell for at, cell in enumerate(line.split(",")) if at != place) for line in lines]
+    stem.with_suffix(".csv").write_text("\n".join(older))  # as it was written when there was no such column
+    table(monkeypatch, capsys, stem, "--add", after)
+    rows = list(csv.DictReader(stem.with_suffix(".csv").read_text().splitlines()))
+    assert [(row["purity_first"], row["purity"]) for row in rows] == [("", "0.5"), ("0.9", "0.6")]
 
 
 def test_the_same_run_twice_is_refused(

@@ -14,7 +14,7 @@ from semifed.client_round import Held, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
 from semifed.discovery import guided, inference
 from semifed.discovery.gallery import Gallery
-from semifed.discovery.guided import true_concepts
+from semifed.discovery.guided import true_concepts, true_members
 from semifed.discovery.inference import likely_classes
 from semifed.discovery.semi_kmeans import estimated_clusters
 from semifed.errors import UserError
@@ -336,18 +336,31 @@ def test_a_threshold_that_lets_all_through_is_not_believed(monkeypatch: pytest.M
         return original(*arguments, **options)
 
     monkeypatch.setattr(guided, "discover_concepts", watched)
-    monkeypatch.setattr(guided, "seen_threshold", lambda *_: 0.0)
+    monkeypatch.setattr(guided, "seen_threshold", lambda *_, **__: 0.0)
     here = World()
     doubted = here.prepared(WARMUP + 1)
     assert doubted.pseudo is not None
     assert not doubted.pseudo.used.any(), "the graph never saw them, so they were not used"
-    assert here.loss(doubted.const, here.batch()).measured["doubted"].tolist() == [1.0]
-    monkeypatch.setattr(guided, "seen_threshold", lambda *_: 1.0)
+    assert measured(here, doubted)["doubted"] == [1.0, 1.0], "once, however many steps were taken"
+    monkeypatch.setattr(guided, "seen_threshold", lambda *_, **__: 1.0)
     believed = here.prepared(WARMUP + 1)
-    assert here.loss(believed.const, here.batch()).measured["doubted"].tolist() == [0.0]
+    assert measured(here, believed)["doubted"] == [0.0, 1.0]
     assert rules == ["none", "clique"]
     kept = World(refresh=5).prepared(WARMUP + 2, believed.kept)
-    assert "doubted" not in here.loss(kept.const, here.batch()).measured, "only a refresh can be doubted"
+    assert "doubted" not in measured(here, kept), "only a refresh can be doubted"
+
+
+def measured(here: World, local: Local[Any, Any]) -> dict[str, list[float]]:
+    """Sum and number of what a client's round reports beside its losses."""
+    fitted = here.method.train(here.net, local, course(here, WARMUP + 1))
+    assert fitted.steps > 1
+    return {name: pair.tolist() for name, pair in fitted.measured.items()}
+
+
+def test_clients_count_equally_in_the_mean_number_of_concepts() -> None:
+    here = World()
+    local = here.prepared(WARMUP + 1)
+    assert measured(here, local)["concepts"] == [len(local.const.found.prototypes), 1.0]
 
 
 def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +386,32 @@ def test_identified_images_enter_the_graph_with_their_labels(monkeypatch: pytest
     assert labels[count:].tolist() == [
         label if confidence > threshold else -1 for label, confidence in zip(guess.tolist(), sure.tolist(), strict=True)
     ]
+
+
+def test_options_of_the_graph_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def watched(name: str) -> Any:
+        original = getattr(guided, name)
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            asked.update(options)
+            return original(*arguments, **options)
+
+        return function
+
+    for name in ("seen_threshold", "neighbour_count", "discover_concepts"):
+        monkeypatch.setattr(guided, name, watched(name))
+    options = {"density": "logit", "class_size": "median", "outliers": "none", "partners": 3}
+    World(**options, smallest_concept=6).prepared(WARMUP + 1)
+    assert {name: asked[name] for name in options} == options
+    assert asked["smallest"] == 6
+
+
+def test_the_teacher_sharpens_from_the_first_round_after_warm_up() -> None:
+    here = World(teacher_rounds=4)
+    factors = [here.prepared(WARMUP + passed).const.sharpening for passed in (1, 3, 5, 9)]
+    assert factors == pytest.approx([0.1 / 0.07, 0.1 / 0.055, 0.1 / 0.04, 0.1 / 0.04])
 
 
 # Settings without a meaning
@@ -442,6 +481,24 @@ def test_k_at_the_end_is_not_that_of_the_clients(monkeypatch: pytest.MonkeyPatch
     assert asked == [10, 7], "a quarter of 120 images by 3 known classes"
 
 
+def test_the_labels_of_fedlpa_plus_join_what_looks_apart() -> None:
+    # Three blobs apart; the server's labelled images say that the first two are of one class.
+    which = torch.arange(3).repeat_interleave(40)
+    noise = torch.randn(120, 3, generator=torch.Generator().manual_seed(0))
+    features, classes = torch.eye(3)[which] + 0.05 * noise, (which == 2).long()
+    told = torch.arange(120) % 2 == 0
+
+    def said(mask: Tensor) -> Output:
+        return Output(10.0 * torch.eye(2)[classes[mask]], features[mask], {})
+
+    gallery = Gallery(said(~told), said(told), classes[told], seed=0)
+    plain, plus = (
+        FedLPA(inference=inference, final_neighbours=19).clusters(gallery) for inference in ("graph", "graph+labels")
+    )
+    assert plain.tolist() == which[~told].tolist()
+    assert plus.tolist() == classes[~told].tolist()
+
+
 # Oracles
 
 
@@ -451,6 +508,15 @@ def test_only_oracles_are_told_the_classes() -> None:
     assert told.data.classes is not None
     raw = told.parts.scenario.dataset.y_train[told.data.unlabelled]
     assert torch.equal(told.data.classes, raw)  # the known classes of the toy come first in the data too
+
+
+def test_a_true_prior_counts_images_by_their_class() -> None:
+    found, told = (World(prior=prior).prepared(WARMUP + 1).const.found for prior in ("concepts", "oracle"))
+    classes = World(prior="oracle").data.classes
+    assert torch.equal(found.prior_member, found.member)
+    assert torch.equal(told.member, found.member), "an oracle of the prior leaves the concepts as they were found"
+    assert torch.equal(told.prior_member, true_members(found.member, classes))
+    assert not torch.equal(told.prior_member, told.member), "the toy must have images in a wrong concept"
 
 
 def test_true_concepts_are_the_classes() -> None:

@@ -15,6 +15,7 @@ from semifed.discovery.graph import Rule, neighbour_links, refined
 from semifed.discovery.neighbours import nearest_neighbours
 from semifed.prototypes import class_directions
 
+ClassSize = Literal["typical", "median"]
 SHARE_OF_CLASS = 0.4  # neighbours by images of a class
 FEWEST_NEIGHBOURS, MOST_NEIGHBOURS = 5, 2000
 MOST_LINKS = 5_000_000  # to neighbours: about 1 GB and a quarter of a minute of Infomap
@@ -39,13 +40,13 @@ def discover_concepts(
     partners: int,
     generator: torch.Generator,
     trials: int = 1,
-    smallest: int = 2,
+    smallest: int = 3,
     outliers: Literal["nearest", "none"] = "nearest",
     most_links: int = MOST_LINKS,
 ) -> Concepts:
     """Concepts of all images of a client by their features [n, d] and the labels [n] that are known (−1 for none).
 
-    Communities of at most `smallest` images, and images that are linked to none, are outliers: they join the concept
+    Communities of fewer than `smallest` images, and images that are linked to none, are outliers: they join the concept
     of the nearest prototype, which they do not move, or none. If all are outliers that want a concept, they are one:
     no division was found, and every image keeps a prototype. Where n neighbourhoods would hold too many links, the
     concepts are those of a random sample with proportionally fewer neighbours, and the other images join the nearest.
@@ -81,11 +82,20 @@ def discover_concepts(
     return Concepts(member, prototypes)
 
 
-def neighbour_count(images: int, label_counts: Tensor, labelled_share: float, *, most: int = MOST_NEIGHBOURS) -> int:
+def neighbour_count(
+    images: int,
+    label_counts: Tensor,
+    labelled_share: float,
+    *,
+    class_size: ClassSize = "typical",
+    most: int = MOST_NEIGHBOURS,
+) -> int:
     """How many neighbours to link each of a client's images to, by how many labels it has of each class, [classes].
 
     The number governs how many concepts are found, and should be 0.3 to 0.5 of the images of a class. Their number is
-    the median of the labels of a class that has any, by the share of labelled images among those of seen classes.
+    that of its labels by the share of labelled images among those of seen classes: of the class a labelled image is of
+    in the mean ("typical"), or the median over classes that have any. A skewed client has slivers of many classes:
+    they decide a median, but hardly an image is of them (results/discovery/class_size.md).
     Without labels it is the square root of the images: right for 0.4 of that root classes, 13 among a thousand.
     With fewer a class falls into fragments (results/discovery/large_client.md), so a large client keeps this number and
     discovers its concepts in a sample.
@@ -93,7 +103,11 @@ def neighbour_count(images: int, label_counts: Tensor, labelled_share: float, *,
     if not 0 < labelled_share <= 1:
         raise ValueError(f"labelled_share: expected a share above 0 and up to 1, found {labelled_share}")
     present = label_counts[label_counts > 0].double()
-    wanted = SHARE_OF_CLASS * float(present.quantile(0.5)) / labelled_share if len(present) else math.sqrt(images)
+    if not len(present):
+        wanted = math.sqrt(images)
+    else:
+        labels = present.quantile(0.5) if class_size == "median" else present.square().sum() / present.sum()
+        wanted = SHARE_OF_CLASS * float(labels) / labelled_share
     return max(min(max(round(wanted), FEWEST_NEIGHBOURS), most, images - 1), 0)
 
 
@@ -121,8 +135,8 @@ def _groups(member: Tensor) -> int:
 
 
 def _without_small(member: Tensor, smallest: int) -> Tensor:
-    """Members of groups above that size, renumbered in the same order; −1 for all others."""
-    large = member[member >= 0].bincount() > smallest
+    """Members of groups of at least that size, renumbered in the same order; −1 for all others."""
+    large = member[member >= 0].bincount() >= smallest
     # The last entry is for −1, the index of no group.
     renumbered = torch.cat([torch.where(large, large.cumsum(0) - 1, -1), torch.tensor([-1])])
     return renumbered[member]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from semifed.data.client import ClientData
-from semifed.discovery.concepts import Concepts, discover_concepts, neighbour_count
-from semifed.discovery.seen_threshold import seen_threshold
+from semifed.discovery.concepts import ClassSize, Concepts, discover_concepts, neighbour_count
+from semifed.discovery.graph import Rule
+from semifed.discovery.seen_threshold import Density, seen_threshold
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Visit
@@ -23,10 +24,13 @@ class GraphSettings(NamedTuple):
 
     percentile: float = 50.0
     bandwidth: float = 0.0
-    refine: Literal["clique", "reweight", "cut", "none"] = "clique"
+    density: Density = "plain"
+    refine: Rule = "clique"
     partners: int = 20
     neighbours: int = 0  # 0: by a rule
+    class_size: ClassSize = "typical"  # by which a client's rule goes
     least_similarity: float = 0.5
+    smallest_concept: int = 3
 
 
 class Guided(NamedTuple):
@@ -57,7 +61,7 @@ def guided_concepts(
     """Concepts of a graph in which labels and the guesses that are surer than most labelled images count as known."""
     confidence, label = unlabelled.logits.softmax(dim=1).max(dim=1)
     own, guess = labelled.logits.softmax(dim=1).max(dim=1)
-    identified = confidence > seen_threshold(own, settings.percentile, settings.bandwidth)
+    identified = confidence > seen_threshold(own, settings.percentile, settings.bandwidth, density=settings.density)
     some = len(labels) > 0 and len(label) > 0
     doubted = some and _share(identified) > ALMOST_ALL and _share(guess == labels) < RELIABLE
     identified = identified & (not doubted)
@@ -68,6 +72,7 @@ def guided_concepts(
         least_similarity=settings.least_similarity,
         rule="none" if doubted else settings.refine,
         partners=settings.partners,
+        smallest=settings.smallest_concept,
         outliers=outliers,
         generator=generator,
         trials=trials,
@@ -85,13 +90,13 @@ def local_concepts(
 ) -> Guided:
     """What a client discovers among its un-augmented images with the received network."""
     count = len(data.labelled) + len(data.unlabelled)
-    neighbours = settings.neighbours or neighbour_count(count, data.labels.bincount(), labelled_share)
+    by_rule = neighbour_count(count, data.labels.bincount(), labelled_share, class_size=settings.class_size)
     return guided_concepts(
         data.labelled_outputs(net),
         data.labels,
         data.plain_outputs(net),
         settings,
-        neighbours,
+        settings.neighbours or by_rule,
         outliers=outliers,
         generator=visit.stream("concepts"),
     )
@@ -106,11 +111,12 @@ def true_concepts(net: Net, data: ClientData) -> Concepts:
     return Concepts(member, torch.nn.functional.normalize(directions, dim=1))
 
 
-def true_members(member: Tensor, classes: Tensor) -> Tensor:
+def true_members(member: Tensor, classes: Tensor | None) -> Tensor:
     """Found concepts [n] as an oracle would count them: a wrong image moves to the largest concept of its class.
 
     A concept is of the class that most of its images have. A class without a concept keeps its images where they are.
     """
+    assert classes is not None, "only an oracle is told the classes"
     inside = member >= 0
     if not inside.any():
         return member

@@ -30,6 +30,7 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
         least_similarity=settings.least_similarity,
         rule="none",
         partners=0,
+        smallest=settings.smallest_concept,
         outliers="nearest",
         generator=generator,
         trials=TRIALS,

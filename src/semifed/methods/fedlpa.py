@@ -13,7 +13,6 @@ from pydantic import Field
 from torch import Tensor
 
 from semifed.data.client import Batch, ClientData
-from semifed.discovery.concepts import Concepts
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings, local_concepts, true_concepts, true_members
 from semifed.discovery.inference import graph_clusters
@@ -37,7 +36,7 @@ from semifed.net import Net
 from semifed.payloads import Down, Local, Server, Up, Visit
 from semifed.server import ServerSite
 
-Rounds = Annotated[int, Field(ge=0)]
+Number = Annotated[int, Field(ge=0)]
 
 
 class Found(NamedTuple):
@@ -55,7 +54,7 @@ class Const(NamedTuple):
     found: Found
     warming: bool
     sharpening: float  # student's over teacher's temperature
-    refreshed: dict[str, Tensor]  # what this round's refresh measured; nothing where there was none
+    measured: dict[str, Tensor]  # once a client, [2] each: sum and number of the values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +65,11 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
 
-    warmup_rounds: Rounds = 20
+    warmup_rounds: Number = 20
     unsupervised_share: Share = 0.65  # lambda
     percentile: Annotated[float, Field(ge=0, le=100)] = 50.0  # P
     bandwidth: Share = 0.0  # of the density of confidences; 0: Scott's rule
+    density: Literal["plain", "logit"] = "plain"  # of the confidences or of their logits
     refresh: Annotated[int, Field(ge=1)] = 1  # R, rounds
     prior_weight: NonNegative = 0.5  # epsilon
     divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"
@@ -77,9 +77,11 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     prior: Literal["concepts", "uniform", "oracle"] = "concepts"  # uniform: SimGCD's assumption
     concepts: Literal["found", "oracle"] = "found"
     refine: Literal["clique", "reweight", "cut", "none"] = "clique"
-    partners: Annotated[int, Field(ge=0)] = 20  # links a node gains within its class, "clique" alone
-    neighbours: Annotated[int, Field(ge=0)] = 0  # k at a client; 0: from the size of the labelled classes
-    final_neighbours: Annotated[int, Field(ge=0)] = 0  # k among the images that are grouped at the end; 0: by a rule
+    partners: Number = 20  # links a node gains within its class, "clique" alone
+    neighbours: Number = 0  # k at a client; 0: from the size of the labelled classes
+    class_size: Literal["typical", "median"] = "typical"  # of a labelled image's class in the mean, or over classes
+    smallest_concept: Annotated[int, Field(ge=1)] = 3  # images of a module that is one; k2 + 1
+    final_neighbours: Number = 0  # k among the images that are grouped at the end; 0: by a rule
     least_similarity: Share = 0.5  # tau_f
     labelled_share: Share = 0.0  # of a class's images: the labelled ones tell its size; 0: the scenario's
     outliers: Literal["nearest", "none"] = "nearest"
@@ -97,9 +99,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     @property
     def graph(self) -> GraphSettings:
         """How a graph is made of images."""
-        return GraphSettings(
-            self.percentile, self.bandwidth, self.refine, self.partners, self.neighbours, self.least_similarity
-        )
+        return GraphSettings(**{name: getattr(self, name) for name in GraphSettings._fields})
 
     def prepare(self, net: Net, down: Down, data: ClientData, kept: Found | None, visit: Visit) -> Local[Const, Found]:
         nothing = torch.empty(0, dtype=torch.int64)
@@ -109,21 +109,21 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         due = visit.round - int(found.round) >= self.refresh or len(found.member) != len(data.unlabelled)
         if not warming and (int(found.round) == 0 or due):
             guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
-            pseudo, measured = guided.pseudo, {"doubted": torch.tensor([float(guided.doubted)])}
+            pseudo, measured = guided.pseudo, {"doubted": torch.tensor([float(guided.doubted), 1.0])}
             concepts = true_concepts(net, data) if self.concepts == "oracle" else guided.concepts
-            found = Found(*self._members(concepts, data), concepts.prototypes, torch.tensor(visit.round))
+            member = concepts.member[len(data.labelled) :]
+            counted = true_members(member, data.classes) if self.prior == "oracle" else member
+            found = Found(member, counted, concepts.prototypes, torch.tensor(visit.round))
         temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
         factor = sharpening(max(visit.round - self.warmup_rounds, 1), self.teacher_rounds, *temperatures)
         return Local(data, Const(found, warming, factor, measured), found, pseudo)
 
-    def _members(self, concepts: Concepts, data: ClientData) -> tuple[Tensor, Tensor]:
-        member = concepts.member[len(data.labelled) :]
-        told = data.classes if self.prior == "oracle" else None
-        return member, member if told is None else true_members(member, told)
-
     def train(self, net: Net, local: Local[Const, Found], course: Course) -> Fitted:
         fitted = course.follow(net, local.data, self.loss, local.const)
-        return then_classify(fitted, net, local.data, course) if local.const.warming else fitted
+        if local.const.warming:
+            return then_classify(fitted, net, local.data, course)
+        concepts = torch.tensor([float(len(local.const.found.prototypes)), 1.0])
+        return fitted._replace(measured={"concepts": concepts, **local.const.measured})
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         seen = two_views(net, batch)
@@ -137,8 +137,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         unsupervised = alike + self.prior_weight * aligned + apart.unsupervised
         value = share * unsupervised + (1 - share) * (named + apart.supervised)  # Eq. (8)
         terms |= {"supervised": named, "distillation": alike, "prior": aligned}
-        concepts = torch.tensor([float(len(const.found.prototypes))])
-        return Loss(value, terms, measured={"concepts": concepts, **const.refreshed})
+        return Loss(value, terms)
 
     def _alignment(self, features: Tensor, position: Tensor, const: Const) -> tuple[Tensor, Tensor]:
         """L_SD and D(p̄, π) of Eq. (7); both 0 where fewer than two concepts leave nothing to tell apart."""
