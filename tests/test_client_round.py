@@ -139,6 +139,7 @@ def test_a_known_client_goes_on_with_its_own_layers_and_a_new_one_with_the_serve
 
 
 @pytest.mark.parametrize("method", ["fedfixmatch", "openfl"])
+@pytest.mark.slow
 def test_private_layers_survive_an_interruption_and_any_number_of_workers(method: str, tmp_path: Path) -> None:
     def parts(workers: int) -> Parts:
         return toy_parts(toy_recipe(method, "server", {**LOCAL, "engine": {"workers": workers}}, rounds=3))
@@ -204,6 +205,7 @@ def test_tracked_statistics_travel_and_are_averaged(method: str) -> None:
         ("fedavg-sl", "clients", {"ema": 0.8}),
     ],
 )
+@pytest.mark.slow
 def test_averages_and_pivots_survive_an_interruption_and_any_number_of_workers(
     method: str, labels: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def told(outcome: Outcome) -> list[Any]:
 
 
 @pytest.mark.parametrize(("method", "labels"), meaningful())
+@pytest.mark.slow
 def test_a_run_on_a_gpu_says_what_a_run_on_the_processor_says(
     method: str, labels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def slowly(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("fault", ["exit", "kill"])
+@pytest.mark.slow
 def test_a_client_whose_worker_dies_once_is_redone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Path, pooled: Callable[..., Recipe], fault: str
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_client_whose_worker_dies_once_is_redone(
     assert_same_weights(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_client_whose_worker_always_dies_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pooled: Callable[..., Recipe]
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_client_whose_worker_always_dies_is_left_out(
 
 
 @pytest.mark.parametrize("ahead", [pool.AHEAD, 0])
+@pytest.mark.slow
 def test_a_client_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: int) -> None:
     monkeypatch.setattr(pool, "AHEAD", ahead)
     recipe = tiny(1, rounds=1, engine={"timeout": 5.0})
@@ -325,6 +328,7 @@ def test_no_client_waits_behind_another_where_its_order_would_fill_the_pipe(
         assert_same_weights(tmp_path / str(light), undisturbed)
 
 
+@pytest.mark.slow
 def test_workers_amid_a_long_client_die_with_their_parent(tmp_path: Path) -> None:
     """A parent killed by the system leaves nobody behind who would compute for nobody."""
     program = tmp_path / "parent.py"

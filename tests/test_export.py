@@ -176,6 +176,7 @@ def assert_the_graph_agrees(graph: Path, case: Case, home: Path) -> None:
 
 @pytest.mark.usefixtures("tiny_efficientnet")
 @each_case
+@pytest.mark.slow
 def test_the_graph_says_what_predict_says(
     case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def test_training_moves_the_weights(method: str, labels: str, straight: Straight
 
 
 @every_method
+@pytest.mark.slow
 def test_two_workers_give_the_bits_of_one(method: str, straight: Straight, tmp_path: Path) -> None:
     labels = FIRST[method]
     parts = toy_parts(toy_recipe(method, labels, {"engine": {"workers": 2}}))
@@ -408,6 +409,7 @@ honest_cases = pytest.mark.parametrize(
 
 
 @honest_cases
+@pytest.mark.slow
 def test_true_labels_of_unlabelled_images_cannot_matter(
     method: str, labels: str, straight: Straight, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def rounds_of(out: Path) -> list[int]:
     return [line["round"] for line in RunDirectory(out).rounds()]
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_write_is_resumed_to_the_same_end(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

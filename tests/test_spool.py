@@ -67,6 +67,7 @@ def test_a_full_disk_means_memory_after_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("method", ["openfl", "sage", "fedmatch"])
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.slow
 def test_a_run_whose_replies_lie_in_files_is_the_same(
     method: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
