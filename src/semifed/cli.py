@@ -58,6 +58,9 @@ def run(
     workers: Annotated[int | None, typer.Option(help="Worker processes; 0 = one a core.")] = None,
     seed: Annotated[int | None, typer.Option(help="The run's seed.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what went wrong.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, to OUT/tensorboard.")
+    ] = False,
 ) -> None:
     """Run a recipe: train, test, and write a run directory."""
     from semifed.recipe_file import left_behind, load_recipe
@@ -68,7 +71,7 @@ def run(
     if not quiet:
         say_once(left_behind(recipe, loaded, overrides or ()))
     out = out or _default_out(recipe, loaded)
-    result = carry_out(loaded, out, resume=resume, quiet=quiet)
+    result = carry_out(loaded, out, resume=resume, quiet=quiet, tensorboard=tensorboard)
     if not quiet:
         _say_result(result, out)
 

@@ -41,22 +41,31 @@ def leaving_at_once(run: Path | None = None, *, go_on: str = "") -> Iterator[Non
             signal.signal(number, handler)
 
 
-def carry_out(recipe: "Recipe", out: Path, *, resume: bool, quiet: bool, go_on: str = "") -> dict[str, Any]:
-    """One run with its report; its summary."""
+def carry_out(
+    recipe: "Recipe", out: Path, *, resume: bool, quiet: bool, tensorboard: bool = False, go_on: str = ""
+) -> dict[str, Any]:
+    """One run with its report, and its events if TensorBoard is to read them; its summary."""
     from semifed.assembly import prepare_run
-    from semifed.progress import Bar, Lines, Silent
+    from semifed.progress import Bar, Lines, Reporter, Silent
     from semifed.report import write_report
+    from semifed.report.events import Events
     from semifed.run import execute
     from semifed.rundir import RunDirectory
 
     console = terminal()
-    reporter = Silent(Console(stderr=True)) if quiet else Bar(console) if console.is_terminal else Lines(console)
+    reporter: Reporter = (
+        Silent(Console(stderr=True)) if quiet else Bar(console) if console.is_terminal else Lines(console)
+    )
+    events = Events(reporter, out) if tensorboard else None
     result = RunDirectory(out).finished(recipe) if resume else None
     if result is not None and not quiet:
         say(f"{out} is finished already")
+    if result is not None and events is not None:
+        events.write_finished_rounds()
+        events.ended()
     if result is None:
         with leaving_at_once(out, go_on=go_on or f"go on with --resume --out {out}"):
-            result = execute(prepare_run(recipe), out, reporter, resume=resume)
+            result = execute(prepare_run(recipe), out, events or reporter, resume=resume)
     write_report(out)
     return result
 

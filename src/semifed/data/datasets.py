@@ -1,7 +1,7 @@
 """The data sets semifed knows by name, where it looks for them, and how a name or a path becomes arrays.
 
-Nothing is ever downloaded: a data set is found in the given directory, in $SEMIFED_DATA, in ./data laid out as
-torchvision does, or in /usr/share/datasets where Debian's packages put theirs.
+Nothing is downloaded but what `hub:NAME` asks for: a data set is found in the given directory, in $SEMIFED_DATA, in
+./data laid out as torchvision does, or in /usr/share/datasets where Debian's packages put theirs.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from semifed.data.formats import Arrays, Pixels, read_npz
+from semifed.data.hub import PREFIX, read_hub_set
 from semifed.data.image_folder import read_image_folder
 from semifed.data.sources import CATALOGUE, SHIPS, Source, plain_name, read_digits
 from semifed.errors import UserError, nearest
@@ -99,7 +100,10 @@ def catalogue(data: str | None = None) -> list[Entry]:
 
 
 def load(name: str, data: str | None = None) -> Dataset:
-    """A data set by its name in the catalogue, by the name of an .npz or image folder in `data`, or by its path."""
+    """A data set by its name in the catalogue, by the name of an .npz or image folder in `data`, by its path, or
+    by its name on the hub."""
+    if name.startswith(PREFIX):
+        return _assembled(name, read_hub_set(name), name, None)
     places = _places(data)
     if name == "digits":
         return _assembled(name, read_digits(Path()), "scikit-learn", CATALOGUE[name])
@@ -118,7 +122,9 @@ def load(name: str, data: str | None = None) -> Dataset:
         looked = ", ".join(map(str, places))
         raise UserError(f"data set '{name}' not found in {looked}.\nHow to get it: {CATALOGUE[name].how}")
     hint = nearest(name, CATALOGUE)
-    raise UnknownDataset(f"unknown data set '{name}': {hint}\nA path to an .npz or to an image folder also works.")
+    raise UnknownDataset(
+        f"unknown data set '{name}': {hint}\nA path to an .npz or to an image folder also works, or hub:NAME."
+    )
 
 
 def _read(path: Path, source: Source | None = None) -> Arrays:

@@ -1,7 +1,8 @@
 """Folders of images: a class a folder, for a whole data set or for each client."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -36,20 +37,29 @@ def read_image_folder(folder: Path) -> Arrays:
 
 def _with_test_held_out(folder: Path) -> Arrays:
     ((x, y, classes),) = _read_classes([folder])
-    fifth = {label: round(int(n) / 5) for label, n in enumerate(np.bincount(y))}
-    # two images are the fewest that can serve both sides
-    counts = {label: max(n, 1) if np.count_nonzero(y == label) > 1 else 0 for label, n in fifth.items()}
-    if not any(counts.values()):
-        raise UserError(f"{folder}: expected at least two images in some class to divide into train and test")
-    kept, held = stratified_split(y, counts)
+    kept, held = with_a_fifth_held_out(y, str(folder))
     return Arrays(x[kept], y[kept], x[held], y[held], classes)
+
+
+def with_a_fifth_held_out(labels: Labels, where: str) -> tuple[Labels, Labels]:
+    """Positions to train and to test on, where nobody has divided the images: the same for ever."""
+    fifth = {label: round(int(n) / 5) for label, n in enumerate(np.bincount(labels))}
+    # two images are the fewest that can serve both sides
+    counts = {label: max(n, 1) if np.count_nonzero(labels == label) > 1 else 0 for label, n in fifth.items()}
+    if not any(counts.values()):
+        raise UserError(f"{where}: expected at least two images in some class to divide into train and test")
+    return stratified_split(labels, counts)
 
 
 def _read_classes(folders: list[Path]) -> list[tuple[Pixels, Labels, tuple[str, ...]]]:
     """Images and labels of several folders of classes, in one form and with one list of class names."""
     parts = [_class_folders(folder) for folder in folders]
     classes = tuple(sorted(set(chain.from_iterable(parts))))
-    size, grey = _common_form(chain.from_iterable(chain.from_iterable(part.values()) for part in parts))
+    form = CommonForm()
+    for path in chain.from_iterable(chain.from_iterable(part.values()) for part in parts):
+        with _opened(path) as image:
+            form.see(image)
+    size, grey = form.size, form.grey
     read: list[tuple[Pixels, Labels, tuple[str, ...]]] = []
     for part in parts:
         labelled = [(path, classes.index(name)) for name, paths in part.items() for path in paths]
@@ -72,14 +82,25 @@ def _is_grey(mode: str) -> bool:
 
 def read_image(path: Path, size: tuple[int, int] | None = None, grey: bool | None = None) -> Pixels:
     """One image as uint8 [c, h, w], upright, resized to (height, width) and made grey or RGB if asked."""
+    with _opened(path) as image:
+        return pixels_of(image, str(path), size, grey)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
     try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)
-            image.load()
+        with Image.open(path) as image:
+            yield image
     except (*DAMAGE, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: not a readable image ({error})") from None
+
+
+def pixels_of(image: Image.Image, where: str, size: tuple[int, int] | None = None, grey: bool | None = None) -> Pixels:
+    """An opened image as uint8 [c, h, w], upright, resized to (height, width) and made grey or RGB if asked."""
+    image = ImageOps.exif_transpose(image)
+    image.load()
     if image.mode == "F":
-        raise UserError(f"{path}: expected 8- or 16-bit pixels, found floating point")
+        raise UserError(f"{where}: expected 8- or 16-bit pixels, found floating point")
     if image.mode.startswith("I"):
         # Pillow would clip 16-bit grey at 255 instead of scaling it
         image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
@@ -94,22 +115,27 @@ def read_image(path: Path, size: tuple[int, int] | None = None, grey: bool | Non
     return pixels[None] if grey else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def _common_form(files: Iterable[Path]) -> tuple[tuple[int, int], bool]:
-    sizes: Counter[tuple[int, int]] = Counter()
-    grey = True
-    for path in files:
-        try:
-            with Image.open(path) as image:
-                turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 lie on their side
-                sizes[(image.width, image.height) if turned else (image.height, image.width)] += 1
-                grey = grey and _is_grey(image.mode)
-        except (*DAMAGE, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{path}: not a readable image ({error})") from None
-    if len(sizes) == 1:
-        return next(iter(sizes)), grey
-    frequent = max(sizes, key=lambda size: (sizes[size], size))
-    side = min(max(frequent), LARGEST_MIXED_SIDE)
-    return (side, side), grey
+class CommonForm:
+    """The one size and colour that images of several sizes and colours are brought to."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[tuple[int, int]] = Counter()
+        self.grey = True  # unless one of them is not
+
+    def see(self, image: Image.Image) -> None:
+        """Count one more image; its pixels are not read."""
+        turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 lie on their side
+        self._sizes[(image.width, image.height) if turned else (image.height, image.width)] += 1
+        self.grey = self.grey and _is_grey(image.mode)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Theirs where they have one; otherwise a square, as the most frequent but not too large."""
+        if len(self._sizes) == 1:
+            return next(iter(self._sizes))
+        frequent = max(self._sizes, key=lambda size: (self._sizes[size], size))
+        side = min(max(frequent), LARGEST_MIXED_SIDE)
+        return side, side
 
 
 def _subfolders(folder: Path) -> list[Path]:
