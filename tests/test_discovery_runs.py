@@ -8,7 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.stats
 import tomli_w
 
 from semifed.assembly import prepare_run
@@ -16,18 +18,21 @@ from semifed.recipe_file import load_recipe
 from semifed.run import execute
 from toys import Quiet
 
-SCRIPT = Path(__file__).parents[1] / "results" / "discovery" / "table.py"
-main = runpy.run_path(str(SCRIPT))["main"]
+SCRIPTS = Path(__file__).parents[1] / "results" / "discovery"
+main = runpy.run_path(str(SCRIPTS / "table.py"))["main"]
 
 
 @pytest.mark.slow
-def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path) -> None:
+def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specification 7.4: bounds that a broken part would break, none on who is ahead of whom."""
     parts = prepare_run(load_recipe("fedlpa/digits-mini", ["seed=1"]))
     execute(parts, tmp_path / "run", Quiet())
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
     classes = len(parts.scenario.dataset.classes)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        priors = runpy.run_path(str(SCRIPTS / "priors.py"))["read"](tmp_path / "run")
     assert metrics["all"] > 0.6, "chance is a tenth"
     assert metrics["new"] > 0.6, "also where no label ever was"
     assert metrics["plus.all"] > 0.6
@@ -39,6 +44,9 @@ def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path) -> None:
     held = [len(parts.scenario.dataset.y_train[holding.unlabelled].unique()) for holding in parts.scenario.holdings]
     found = statistics.mean(record["loss"]["concepts"] for record in late)
     assert statistics.mean(held) / 2 <= found <= 2 * statistics.mean(held)
+    assert priors["classes"] == statistics.mean(held), "the concepts of the checkpoint are those of the same images"
+    assert priors["concepts"] == rounds[-1]["loss"]["concepts"]
+    assert priors["pure"] > 0.7
     for record in late:
         assert record["gate"]["purity"] > 0.7, "a third of the unlabelled images are of known classes"
         assert record["gate"]["pass_known"] > 4 * record["gate"]["pass_unknown"]
@@ -129,3 +137,20 @@ def test_the_same_run_twice_is_refused(
     with pytest.raises(SystemExit, match=r"the same run twice: digits, 1, 0\.2, fedlpa, 0"):
         table(monkeypatch, capsys, stem, "--add", copy)
     assert stem.with_suffix(".csv").read_text() == written
+
+
+def test_a_prior_is_compared_with_the_truth_by_the_classes_of_its_concepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five images of class 0 in two concepts, three of class 1 in one with one of class 2; the last is in none."""
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        compared = runpy.run_path(str(SCRIPTS / "priors.py"))["compared"]
+    member, classes = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, -1]), np.array([0, 0, 0, 0, 0, 1, 1, 1, 2, 2])
+    found = compared(member, classes, 3)
+    true = [5.5 / 10.5, 3.5 / 10.5, 1.5 / 10.5]
+    concepts = [5.5 / 10.5, 4.5 / 10.5, 0.5 / 10.5]
+    uniform = [6.5 / 10.5, 3.5 / 10.5, 0.5 / 10.5]  # two of three concepts are of class 0
+    assert found["kl_concepts"] == pytest.approx(scipy.stats.entropy(true, concepts))
+    assert found["kl_uniform"] == pytest.approx(scipy.stats.entropy(true, uniform))
+    assert found["pure"] == pytest.approx(8 / 9)
+    assert found["largest"] == pytest.approx(5 / 9)
+    assert (found["concepts"], found["classes"]) == (3, 3)

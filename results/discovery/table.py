@@ -30,11 +30,8 @@ FIRST_TOLD = ("prior_weight", "prior", "concepts", "refine", "divergence")
 NOT_TOLD = ("labelled_share", "novel", "warmup_rounds", "teacher_rounds")
 
 
-def read(run: Path) -> dict[str, Any]:
-    """What the tables need of a run."""
-    recipe = tomllib.loads((run / "recipe.toml").read_text())
-    summary = json.loads((run / "summary.json").read_text())
-    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+def run_identity(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What tells a run from others: data, spread, method with what is special about it, length, seed."""
     method, scenario = recipe["method"], recipe["scenario"]
     defaults = {field.name: field.default for field in fields(method_class(method["name"]))}
     keys = sorted(defaults, key=lambda key: FIRST_TOLD.index(key) if key in FIRST_TOLD else len(FIRST_TOLD))
@@ -45,18 +42,29 @@ def read(run: Path) -> dict[str, Any]:
     ]
     if method["name"] == "fedlpa" and method["warmup_rounds"] == 0:
         special.append("warmup_rounds=0")
+    if scenario.get("known"):  # another split than the first classes and the others
+        special.append("known=" + ",".join(map(str, scenario["known"])))
     steps = recipe["local"].get("steps")
-    epochs = f"{steps} steps" if steps else str(recipe["local"].get("epochs", 1))
+    spread = scenario["partition"] if scenario["partition"] in ("iid", "folders") else f"{scenario['alpha']:g}"
+    return {
+        "dataset": recipe["dataset"].rpartition("/")[2].removesuffix(".npz"),
+        "spread": spread,
+        "method": " ".join([method["name"], *special]),
+        "epochs": f"{steps} steps" if steps else str(recipe["local"].get("epochs", 1)),
+        "seed": recipe["seed"],
+    }
+
+
+def read(run: Path) -> dict[str, Any]:
+    """What the tables need of a run."""
+    recipe = tomllib.loads((run / "recipe.toml").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     gates = [record["gate"] for record in records[-10:] if record.get("gate")]
     first = [record["gate"] for record in records if record.get("gate")][:10]
     concepts = [record["loss"]["concepts"] for record in records[-10:] if "concepts" in record["loss"]]
     metrics = summary["metrics"]
-    row = {
-        "dataset": recipe["dataset"].rpartition("/")[2].removesuffix(".npz"),
-        "spread": "iid" if scenario["partition"] == "iid" else f"{scenario['alpha']:g}",
-        "method": " ".join([method["name"], *special]),
-        "epochs": epochs,
-        "seed": recipe["seed"],
+    row = run_identity(recipe) | {
         "clusters": metrics["clusters"],
         "nmi": metrics["nmi"],
         "accuracy": metrics["accuracy"],
