@@ -73,6 +73,9 @@ def write_run(path: Path, seed: int, found: float, purity: tuple[float, ...] = (
     (path / "recipe.toml").write_text(tomli_w.dumps(recipe))
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, rounds)))
+    counts = {"labelled": [0, 0, 0, 4], "known": [0, 2, 0, 2], "novel": [0, 0, 0, 0]}
+    confidence = {"bins": [0.0, 0.25, 0.5, 0.75, 1.0], "counts": counts}
+    (path / "discovery.json").write_text(json.dumps({"confidence": confidence}))
 
 
 def table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> list[list[str]]:
@@ -106,6 +109,8 @@ def test_later_runs_join_a_table_whose_runs_are_gone(
         (9, 0.5, 0.25)
     }
 
+    sure = [tuple(row[f"sure.{kind}"] for kind in ("labelled", "known", "novel")) for row in rows]
+    assert sure == [("0.875", "0.5", "")] * 3  # the middle of the last quarter; the end of the second; nobody's
     again = table(monkeypatch, capsys, stem, "--add")
     assert again == after, "nothing is lost by reading it again"
 

@@ -6,7 +6,9 @@ writes STEM.csv, one line a run, with --add beside the lines that are there alre
 each method and scenario, mean ± deviation over seeds, percent. A method's own groups stand beside those that Infomap
 finds in its features (`infomap`), Infomap with the server's labelled images (`plus`: FedLPA+) and k-means that is told
 the number of classes (`k-means`). `purity`, the share of known images among the identified, is the mean of the last
-ten rounds, `purity_first` that of the first ten in which images are identified (empty in lines written before).
+ten rounds, `purity_first` that of the first ten in which images are identified. `sure.labelled`, `sure.known` and
+`sure.novel` are the median confidences of the classifier of known classes after the last round, of labelled images, of
+unlabelled ones of known classes and of novel ones (empty, as `purity_first`, in lines written before).
 """
 
 import csv
@@ -74,7 +76,19 @@ def read(run: Path) -> dict[str, Any]:
         "concepts": statistics.mean(concepts) if concepts else "",
         "seconds": summary["seconds"],
     }
+    described = json.loads((run / "discovery.json").read_text())["confidence"]
+    row |= {f"sure.{kind}": median(described["bins"], counts) for kind, counts in described["counts"].items()}
     return row | {f"{name}.{part}": metrics.get(f"{p}{part}", "") for p, name in GROUPINGS.items() for part in PARTS}
+
+
+def median(bins: list[float], counts: list[int]) -> float | str:
+    """Of values that were counted between neighbouring bins, as if they lay evenly there; empty if there are none."""
+    half, below = sum(counts) / 2, 0
+    for (low, high), count in zip(pairwise(bins), counts, strict=True):
+        if count and below + count >= half:
+            return low + (high - low) * (half - below) / count
+        below += count
+    return ""
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
