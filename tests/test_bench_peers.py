@@ -10,12 +10,11 @@ import torch
 from local_grid import run_simulation
 from semifed.assembly import Parts
 from semifed.bench import naive, peers
-from semifed.bench.plain_loop import Job, Lap, average, batchwise, fixmatch_loss, new_network
+from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, fixmatch_loss, new_network, train
 from semifed.bench.workload import Workload
-from semifed.data.client import Batch, Samples
+from semifed.data.client import Batch, Budget, Samples, batches
 from semifed.methods.fixmatch_lpl import FixMatchLPL
 from semifed.net import Net
-from semifed.rng import torch_stream
 
 # Each of three clients holds 20 images, 10 of them labelled; semifed drops the last batch of a pass if it has fewer
 # than 8 images, here there is none.
@@ -103,7 +102,7 @@ def test_two_processes_of_pfl_do_the_work(parts: Parts) -> None:
 
 def test_the_plain_loss_is_that_of_the_method(parts: Parts) -> None:
     data, network = parts.scenario.client(0), new_network(parts)
-    (seen, *_) = batchwise(data, Job.of(parts), torch_stream(1))
+    (seen, *_) = batchwise(data, Job.of(parts), 1)
     samples = Samples(data.images[:0], torch.arange(0), seen.labels, data.views, ())
     unlabelled = Samples(data.images[:0], torch.arange(len(seen.weak)), torch.empty(0), data.views, ())
     vars(samples)["weak"] = seen.labelled
@@ -112,6 +111,32 @@ def test_the_plain_loss_is_that_of_the_method(parts: Parts) -> None:
         method = FixMatchLPL(threshold=threshold)
         ours = method.loss(Net(network, "tracked"), Batch(samples, unlabelled), None)  # type: ignore[arg-type]
         torch.testing.assert_close(fixmatch_loss(network, seen, threshold), ours.value)
+
+
+def test_peers_see_what_semifeds_clients_see(parts: Parts) -> None:
+    """The same batches and views, those of all steps computed in one go: neither is what rows are to compare."""
+    data, job = parts.scenario.client(0), Job.of(parts)
+    theirs = list(batchwise(data, job, "an address"))
+    ours = list(batches(data, Budget(None, job.steps, 5, 2), ("an address",)))
+    assert len(ours[0].labelled.beside) == len(theirs) == job.steps
+    for seen, batch in zip(theirs, ours, strict=True):
+        assert torch.equal(seen.labelled, batch.labelled.weak)
+        assert torch.equal(seen.labels, batch.labelled.labels)
+        assert torch.equal(seen.weak, batch.unlabelled.weak)
+        assert torch.equal(seen.strong, batch.unlabelled.strong)
+
+
+def test_the_quick_sgd_moves_weights_as_pytorchs_class_does(parts: Parts) -> None:
+    ended = []
+    job = Job.of(parts)
+    assert job.sgd["momentum"] > 0
+    for kind in (QuickSGD, torch.optim.SGD):
+        network = new_network(parts)
+        train(network, batchwise(parts.scenario.client(0), job, 1), job, kind(network.parameters(), **job.sgd))  # type: ignore[arg-type]
+        ended.append(network.state_dict())
+    quick, usual = ended
+    assert all(torch.equal(quick[name], usual[name]) for name in usual)
+    assert any(not torch.equal(quick[name], first) for name, first in new_network(parts).state_dict().items())
 
 
 def test_images_are_averaged_by_count() -> None:

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from semifed.data.client import Batch, Budget, ClientData, Samples, batches, epoch_length, step_count
@@ -85,9 +85,9 @@ class Descent:
     step, and imports a compiler that takes as long as PyTorch itself.
     """
 
-    def __init__(self, net: Net, optimiser: Optimiser) -> None:
+    def __init__(self, learners: Mapping[str, nn.Parameter], optimiser: Optimiser) -> None:
         self.momentum: Weights = {}
-        self._learners = net.learners()
+        self._learners = learners
         self._optimiser = optimiser
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ def fit(
 
     Networks `beside` it are trained by the same loss, each with its own gradient, clipping and momentum.
     """
-    descents = [Descent(each, optimiser) for each in (net, *beside)]
+    descents = [Descent(each.learners(), optimiser) for each in (net, *beside)]
     descents[0].momentum = {name: buffer.to(net.device, copy=True) for name, buffer in (momentum or {}).items()}
     step_count = steps_taken = image_count = 0
     terms: dict[str, Tensor] = {}

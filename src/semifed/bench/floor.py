@@ -23,6 +23,7 @@ from semifed.bench.rounds import RoundTime, run_rounds
 from semifed.bench.watching import Trace, Watched, watch
 from semifed.bench.workload import AGAINST_FLOOR, TESTS, Workload
 from semifed.client_round import Workplace
+from semifed.fit import Descent
 from semifed.models.network import Output
 from semifed.process import settle
 
@@ -169,26 +170,16 @@ class Replayer:
     def replay(self, phase: int) -> None:
         """All steps of a phase."""
         self._net.network.train()
-        options = self._optimiser
-        parameters = list(self._net.learners().values())
-        sgd = torch.optim.SGD(
-            parameters,
-            options.lr,
-            options.momentum,
-            weight_decay=options.weight_decay,
-            nesterov=options.nesterov,
-            foreach=True,
-        )
+        # The formula that training uses: with PyTorch's class around it the floor could be beaten.
+        descent = Descent(self._net.learners(), self._optimiser)
         for step in self._phases[phase]:
             for one in step:
                 if not one.learns:
                     self._teacher(self._ready[one.images])
             losses = [_any_loss(self._net(self._ready[one.images])) for one in step if one.learns]
-            sgd.zero_grad()
+            descent.forget()
             torch.stack(losses).sum().backward()
-            if options.clip is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, options.clip)
-            sgd.step()
+            descent.step(self._optimiser.lr)
 
 
 def _any_loss(output: Output) -> Tensor:

@@ -17,12 +17,13 @@ from semifed.assembly import Parts
 from semifed.bench.pillow_views import PillowViews
 from semifed.bench.plain_loop import Job, Lap, StepViews, average, new_network, train
 from semifed.data.client import ClientData
+from semifed.process import settle
 from semifed.rng import numpy_stream, stream_seed, torch_stream
 
 
 def naive_rounds(parts: Parts, steady: int) -> Lap:
     """Some rounds of the naive loop, and one before them."""
-    torch.set_num_threads(1)
+    settle()  # as semifed's turn leaves this process: whoever comes first must not matter
     began = perf_counter()
     job, recipe = Job.of(parts), parts.recipe
     network = new_network(parts)
@@ -34,7 +35,8 @@ def naive_rounds(parts: Parts, steady: int) -> Lap:
         for client in chosen.tolist():
             data = parts.scenario.client(client)
             own = copy.deepcopy(network)
-            done = train(own, _loaded(data, job, round_, client), job)
+            sgd = torch.optim.SGD(own.parameters(), **job.sgd)  # type: ignore[arg-type]
+            done = train(own, _loaded(data, job, round_, client), job, sgd)
             states.append(copy.deepcopy(own.state_dict()))
             counts.append(data.image_count)
             steps, images = steps + done[0], images + done[1]

@@ -20,15 +20,16 @@ NOTES = (
     "A round's seconds are the median of a turn's steady rounds: the first round of each turn and whatever comes "
     "before it (workers, Ray) are left out and are in the JSON file. Ratios are taken turn by turn.",
     "semifed's rounds are those of its real round loop, checkpoints included; nobody else writes any.",
-    "Flower's and pfl's clients are plain PyTorch loops on semifed's network and its batch-wise views, so their rows "
-    "compare engines; with the usual image-by-image augmentation they would pay what the naive loop pays on top.",
+    "Flower's and pfl's clients are plain PyTorch loops on semifed's network, batches and views (of many steps in one "
+    "go) with its SGD, in processes that keep freed memory as its own do, so their rows compare engines; with the "
+    "usual image-by-image augmentation they would pay what the naive loop pays on top.",
     "Flower's client app builds its network for each message, as Flower's own examples do; its process keeps the data.",
     "pfl trains one client after the other in one process; several processes must be started by torchrun. It does not "
     "average the statistics of batch norm, which are no parameters, so it has a little less to do.",
     "Only an idle machine compares engines of several processes: Linux may share busy cores between sessions, of which "
     "some engines start their own.",
-    "The naive loop augments image by image with Pillow, makes new data loaders and deep copies for each client, and "
-    "runs in one process; loader processes would need cores of their own.",
+    "The naive loop augments image by image with Pillow, makes new data loaders, an optimiser of PyTorch's and deep "
+    "copies for each client, and runs in one process; loader processes would need cores of their own.",
 )
 
 

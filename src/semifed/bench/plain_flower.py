@@ -1,6 +1,7 @@
 """Federated FixMatch as a user of Flower writes it: a client app, a server app that averages, Ray beneath.
 
-What a client computes is plain PyTorch on semifed's batch-wise views, so that a comparison shows the engines.
+What a client computes is plain PyTorch on semifed's batches and views with its SGD, so that a comparison shows the
+engines.
 """
 
 import logging
@@ -11,17 +12,17 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from semifed.assembly import Parts, prepare_run
-from semifed.bench.plain_loop import Job, Lap, average, batchwise, new_network, train
+from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, new_network, train
 from semifed.engines import flower
 from semifed.errors import UserError
+from semifed.process import settle
 from semifed.recipe import check_recipe
-from semifed.rng import numpy_stream, torch_stream
+from semifed.rng import numpy_stream
 
 
 @lru_cache(maxsize=1)
@@ -36,13 +37,13 @@ def client_app(recipe: str) -> ClientApp:
 
     @app.train()
     def train_once(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
+        settle()
         parts, client = _parts(recipe), int(context.node_config["partition-id"])
         data, job, network = parts.scenario.client(client), Job.of(parts), new_network(parts)
         received: Any = message.content["arrays"]
         network.load_state_dict(received.to_torch_state_dict())
-        generator = torch_stream("plain Flower", client, message.metadata.group_id)
-        steps, images = train(network, batchwise(data, job, generator), job)
+        seen = batchwise(data, job, "plain Flower", client, message.metadata.group_id)
+        steps, images = train(network, seen, job, QuickSGD(network.parameters(), **job.sgd))
         counts = MetricRecord({"num-examples": data.image_count, "steps": steps, "images": images})
         content = RecordDict({"arrays": ArrayRecord(network.state_dict()), "counts": counts})
         return Message(content, reply_to=message)
@@ -81,7 +82,7 @@ def flower_rounds(parts: Parts, steady: int, workers: int) -> Lap:
 
 def _served(grid: Grid, parts: Parts, steady: int, began: float) -> Lap:
     """The server's part."""
-    torch.set_num_threads(1)
+    settle()
     recipe, weights = parts.recipe, new_network(parts).state_dict()
     while len(nodes := sorted(grid.get_node_ids())) < recipe.scenario.clients:  # they register meanwhile
         time.sleep(0.1)

@@ -1,16 +1,22 @@
-"""Federated FixMatch in plain PyTorch: the pieces that users of a framework write themselves."""
+"""Federated FixMatch in plain PyTorch: the pieces that users of a framework write themselves.
 
-from collections.abc import Iterator, Mapping, Sequence
+Where a comparison is to show engines, what engines do not decide is semifed's: batches, views of many steps computed in
+one go, and the formula of SGD. The naive loop has none of that.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from semifed.assembly import Parts, build_net
-from semifed.data.client import ClientData
+from semifed.data.client import Budget, ClientData, batches
+from semifed.fit import Descent, Optimiser
 from semifed.methods.fixmatch_lpl import FixMatchLPL
+from semifed.rng import Key
 
 
 class Lap(NamedTuple):
@@ -80,12 +86,38 @@ def fixmatch_loss(network: nn.Module, seen: StepViews, threshold: float) -> Tens
     return loss
 
 
-def train(network: nn.Module, batches: Iterator[StepViews], job: Job) -> tuple[int, int]:
+class Steps(Protocol):
+    """What a training loop needs of an optimiser."""
+
+    def zero_grad(self) -> None:
+        """No gradient yet."""
+
+    def step(self) -> None:
+        """Move the parameters."""
+
+
+class QuickSGD:
+    """The SGD of semifed's own loop in the shape of PyTorch's class, for loops that are to differ by their engine."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        learners = {str(number): one for number, one in enumerate(parameters)}
+        self._descent = Descent(learners, Optimiser(lr, momentum, weight_decay=weight_decay))
+        self._lr = lr
+
+    def zero_grad(self) -> None:
+        """No gradient yet."""
+        self._descent.forget()
+
+    def step(self) -> None:
+        """Move the parameters."""
+        self._descent.step(self._lr)
+
+
+def train(network: nn.Module, seen_by_steps: Iterator[StepViews], job: Job, sgd: Steps) -> tuple[int, int]:
     """A client's training as most people write it; how many steps and images it were."""
     network.train()
-    sgd = torch.optim.SGD(network.parameters(), **job.sgd)  # type: ignore[arg-type]
     steps = images = 0
-    for seen in batches:
+    for seen in seen_by_steps:
         loss = fixmatch_loss(network, seen, job.threshold)
         sgd.zero_grad()
         loss.backward()
@@ -105,20 +137,8 @@ def average(states: Sequence[Mapping[str, Tensor]], images: Sequence[int]) -> di
     }
 
 
-def batchwise(data: ClientData, job: Job, generator: torch.Generator) -> Iterator[StepViews]:
-    """A client's steps with semifed's views of whole batches: what is left to compare is the engine."""
-    unlabelled = _passes(len(data.unlabelled), job.unlabelled, generator)
-    for _ in range(job.steps):
-        chosen = torch.randint(len(data.labelled), (job.labelled,), generator=generator)
-        without = data.images[data.unlabelled[next(unlabelled)]]
-        yield StepViews(
-            data.views.weak(data.images[data.labelled[chosen]], generator),
-            data.labels[chosen],
-            data.views.weak(without, generator),
-            data.views.strong(without, generator),
-        )
-
-
-def _passes(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    while True:
-        yield from torch.randperm(count, generator=generator).split(size)
+def batchwise(data: ClientData, job: Job, *address: Key) -> Iterator[StepViews]:
+    """A client's steps with semifed's batches and views: what is left to compare is the engine."""
+    budget = Budget(None, job.steps, job.labelled, job.unlabelled // job.labelled)
+    for labelled, unlabelled in batches(data, budget, address):
+        yield StepViews(labelled.weak, labelled.labels, unlabelled.weak, unlabelled.strong)

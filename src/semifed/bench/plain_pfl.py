@@ -2,8 +2,8 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """Federated FixMatch as a user of pfl-research writes it: a module with a loss, a federated data set, its own FedAvg.
 
-What a client computes is plain PyTorch on semifed's batch-wise views, so that a comparison shows the engines. pfl
-works in one process, or in several that torchrun starts and that add up their sums:
+What a client computes is plain PyTorch on semifed's batches and views with its SGD, so that a comparison shows the
+engines. pfl works in one process, or in several that torchrun starts and that add up their sums:
 
     python -m torch.distributed.run --standalone --nproc-per-node=2 -m semifed.bench.plain_pfl recipe.toml 3 out.json
 """
@@ -37,11 +37,12 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from semifed.assembly import Parts, prepare_run
-from semifed.bench.plain_loop import Job, Lap, StepViews, batchwise, fixmatch_loss, new_network
+from semifed.bench.plain_loop import Job, Lap, QuickSGD, StepViews, batchwise, fixmatch_loss, new_network
 from semifed.data.client import ClientData
 from semifed.errors import UserError
+from semifed.process import settle
 from semifed.recipe import check_recipe
-from semifed.rng import Key, torch_stream
+from semifed.rng import Key
 
 
 class TwoKinds(Dataset):
@@ -56,7 +57,7 @@ class TwoKinds(Dataset):
 
     def iter(self, batch_size: int | None) -> Iterator[StepViews]:
         """Steps of a round, whatever the batch size."""
-        return batchwise(self._data, self._job, torch_stream("plain pfl", *self._address))
+        return batchwise(self._data, self._job, "plain pfl", *self._address)
 
 
 class FixMatchModule(nn.Module):
@@ -96,13 +97,13 @@ class Clock(TrainingProcessCallback):
 
 def pfl_rounds(parts: Parts, steady: int) -> Lap:
     """Some rounds in pfl's simulation in this process, and one before them."""
-    torch.set_num_threads(1)
+    settle()
     began = perf_counter()
     job, recipe = Job.of(parts), parts.recipe
     module = FixMatchModule(new_network(parts).train(), job)
     model = PyTorchModel(
         module,
-        lambda parameters, lr: torch.optim.SGD(parameters, **{**job.sgd, "lr": lr}),
+        lambda parameters, lr: QuickSGD(parameters, **{**job.sgd, "lr": lr}),
         torch.optim.SGD(module.parameters(), lr=1.0),
     )
     visits = count()
