@@ -2,19 +2,28 @@
 
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from semifed.assembly import workplace_of
 from semifed.bench import precision
-from semifed.bench.floor import Measured, Replayer, against_floor
+from semifed.bench.floor import Measured, against_floor, seconds_of_a_test
 from semifed.bench.measuring import ratio, spread, take_turns
 from semifed.bench.precision import lower_precision
-from semifed.bench.rounds import RoundTime, run_rounds
+from semifed.bench.replaying import Replayer
+from semifed.bench.rounds import RoundTime, TimedEngine, run_rounds
 from semifed.bench.watching import Pass, Watched, watch
+from semifed.bench.work import Work, watch_steady, work_in
 from semifed.bench.workload import FASHION, FIXMATCH_CNN, OPENFL_CNN, SAGE_CNN, Workload
+from semifed.engines.local import LocalEngine
+from semifed.methods.openfl import OpenFL, Sent
+from semifed.net import Net
+from semifed.payloads import Prediction
 from semifed.process import computes_bfloat16
+from semifed.wire import Weights
 
 TINY = ("scenario.clients=4", "clients_per_round=2", "local.batch=4", "rounds=1", "evaluate.every=1")
 
@@ -29,19 +38,19 @@ def tiny(load: Workload) -> Workload:
 
 
 def test_the_passes_of_fixmatch(tmp_path: Path) -> None:
-    seen = watch(tiny(FIXMATCH_CNN).parts(tmp_path))
+    seen = watch(tiny(FIXMATCH_CNN).parts(tmp_path), round_=1)
     # Two clients of three steps: 4 labelled, 8 weak and 8 strong images in one pass.
     assert seen.clients == 6 * ((Pass(20, True),),)
     assert seen.server == ()
 
 
 def test_the_teacher_of_sage_is_a_pass_without_gradient(tmp_path: Path) -> None:
-    seen = watch(tiny(SAGE_CNN).parts(tmp_path))
+    seen = watch(tiny(SAGE_CNN).parts(tmp_path), round_=1)
     assert seen.clients == 6 * ((Pass(20, True), Pass(8, False)),)
 
 
 def test_gates_are_no_part_of_openfls_steps_and_the_server_has_its_own(tmp_path: Path) -> None:
-    seen = watch(tiny(OPENFL_CNN).parts(tmp_path))
+    seen = watch(tiny(OPENFL_CNN).parts(tmp_path), round_=1)
     # 200 images, 30 of them labelled at the server: each of four clients holds 42 or 43, in steps of three views of 4.
     assert {len(step) for step in seen.clients} == {3}
     assert {one for step in seen.clients for one in step} <= {Pass(4, True), Pass(3, True), Pass(2, True)}
@@ -50,6 +59,50 @@ def test_gates_are_no_part_of_openfls_steps_and_the_server_has_its_own(tmp_path:
     assert set(seen.shares) == {"steps", "views", "gates", "rest"}
     assert sum(seen.shares.values()) == pytest.approx(1)
     assert min(seen.shares.values()) > 0
+
+
+def test_the_round_that_is_watched_is_of_the_kind_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenFL aligns from its second round on, and never in a run of one: its steps cost more then."""
+    aligning: list[bool] = []
+    prepare = OpenFL.prepare
+
+    def noted(self: OpenFL, net: Net, down: Sent, *given: Any) -> Any:
+        aligning.append(bool(down.aligning))
+        return prepare(self, net, down, *given)
+
+    monkeypatch.setattr(OpenFL, "prepare", noted)
+    load = tiny(OPENFL_CNN)
+    seen = watch_steady(load, tmp_path)
+    assert aligning == [False, False, True, True]  # two clients in each of two rounds, then it has seen enough
+    once = watch(load.parts(tmp_path), round_=1)
+    assert len(seen.clients) == len(once.clients)  # those of one round only
+    assert seen.server == once.server
+    assert seen.images == once.images
+
+
+def test_work_is_counted_pass_by_pass(tmp_path: Path) -> None:
+    load = tiny(SAGE_CNN)
+    teacher, student = Pass(8, False), Pass(20, True)
+    one, two = (work_in(Watched(count * ((student, teacher),), (), 12, {}), load, tmp_path) for count in (1, 2))
+    assert (two.steps, two.passes, two.views) == (2, 4, 2 * 28)
+    assert two.gflop == pytest.approx(2 * one.gflop)
+    alone = work_in(Watched(((student,),), (), 12, {}), load, tmp_path)
+    assert 0 < alone.gflop < one.gflop
+
+
+def test_a_test_is_that_of_the_engine(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    class Engine(TimedEngine):
+        def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
+            asked.append(len(images))
+            return super().predict(weights, images)
+
+    parts = tiny(FIXMATCH_CNN).parts(tmp_path)
+    assert seconds_of_a_test(parts, Engine(LocalEngine(workplace_of(parts), parts.scenario, 1))) > 0
+    assert asked == [20, 20]  # the first one does not count
 
 
 def test_replaying_moves_every_weight_and_only_by_the_steps_that_learn(tmp_path: Path) -> None:
@@ -73,7 +126,8 @@ def test_a_run_says_where_each_round_went(tmp_path: Path) -> None:
 def test_all_of_the_workers_time_is_accounted_for() -> None:
     shares = {"steps": 0.7, "views": 0.2, "gates": 0.0, "rest": 0.1}
     steady = RoundTime(whole=2.0, exchange=1.5, clients=2.4, steps=1, images=1)
-    where = Measured(Watched((), (), shares), 1.0, [1.0], [[steady, steady]], [0.1]).where(workers=2)
+    work = Work(1, 1, 1, 1, 1.0)
+    where = Measured(Watched((), (), 1, shares), work, [1.0], [[steady, steady]], [0.1]).where(workers=2)
     assert sum(where.values()) == pytest.approx(1)
     assert where["server"] == pytest.approx(0.5 / 2.0)
     assert where["idle"] == pytest.approx((2 * 1.5 - 2.4) / 4.0)

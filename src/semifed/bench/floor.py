@@ -1,33 +1,31 @@
 """Against the floor: one-thread processes that do the same optimiser steps on ready-made batches, and nothing else.
 
-The passes are not written down by hand: a real round is watched, and what it passed through its networks within
-optimiser steps is done again on batches that already lie there.
+The passes are not written down by hand: a real round of the kind that is measured is watched, and what it passed
+through its networks within optimiser steps is done again on batches that already lie there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from semifed.assembly import Parts, assemble, workplace_of
 from semifed.bench.measuring import Cell, Table, ratio, spread, take_turns
+from semifed.bench.replaying import Replayer
 from semifed.bench.rounds import RoundTime, run_rounds
-from semifed.bench.watching import Trace, Watched, watch
+from semifed.bench.watching import Trace, Watched
+from semifed.bench.work import Work, watch_steady, work_in
 from semifed.bench.workload import AGAINST_FLOOR, TESTS, Workload
 from semifed.client_round import Workplace
-from semifed.fit import Descent
-from semifed.models.network import Output
-from semifed.process import settle
+from semifed.engines import Engine
+from semifed.engines.local import LocalEngine
 
 STEADY_ROUNDS = 2  # of a turn: the first one warms the processes up, the last one is tested
+ROUNDS = STEADY_ROUNDS + 2
 GOALS = {"FixMatch": 0.90, "OpenFL": 0.85, "SAGE": 0.85}
 WHERE = {
     "steps": "optimiser steps",
@@ -43,7 +41,7 @@ class Measured(NamedTuple):
     """How a workload did."""
 
     watched: Watched
-    gflop: float  # of a round
+    work: Work
     floor: list[float]  # seconds of a round, by turn
     rounds: list[list[RoundTime]]  # the steady ones of each turn
     test: list[float]  # seconds of a test
@@ -71,20 +69,20 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
     facts: dict[str, Any] = {}
     for load in loads:
         found = measure(load, folder, turns, workers)
-        steps = len(found.watched.clients) + len(found.watched.server)
-        images, whole, where = found.rounds[0][0].images, found.whole(), found.where(workers)
+        work, whole, where = found.work, found.whole(), found.where(workers)
         share = ratio(found.floor, whole)
         reached.append(
             (
                 load.name,
-                images,
-                steps,
-                round(found.gflop),
+                work.images,
+                work.steps,
+                work.passes,
+                round(work.gflop),
                 spread(found.floor).shown(),
                 spread(whole).shown(),
                 share.shown(),
                 GOALS[load.name.partition(",")[0]],
-                f"{images / spread(whole).median:,.0f}",
+                f"{work.images / spread(whole).median:,.0f}",
             )
         )
         parts.append((load.name, *(f"{100 * where[kind]:.1f}" for kind in WHERE), spread(found.test).shown()))
@@ -94,14 +92,17 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "share": share._asdict(),
             "where": where,
             "test": found.test,
-            "gflop": found.gflop,
+            "work": work._asdict(),
         }
     return [
         Table(
             "floor",
             f"Against the floor, {workers} one-thread processes each",
             "one round; the floor does its steps on ready batches: the clients' evenly spread, then the server's",
-            ("workload", "images", "steps", "GFLOP", "floor, s", "semifed, s", "of its speed", "goal", "images/s"),
+            (
+                *("workload", "images", "steps", "passes", "GFLOP"),
+                *("floor, s", "semifed, s", "of its speed", "goal", "images/s"),
+            ),
             reached,
             facts,
         ),
@@ -109,7 +110,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "where",
             "Where the time of a round goes, percent of all workers' time",
             "the same rounds; the first four are clocked in one process and are shares of what the clients took",
-            ("workload", *WHERE.values(), f"a test of {TESTS:,} images beside it, s"),
+            ("workload", *WHERE.values(), f"a test of {TESTS:,} images by all workers beside it, s"),
             parts,
         ),
     ]
@@ -117,75 +118,39 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
 
 def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
     """The floor and semifed, turn by turn."""
-    watched = watch(load.parts(folder, "rounds=1", "evaluate.every=1"))
+    watched = watch_steady(load, folder, ROUNDS)
     rounds: list[list[RoundTime]] = []
     test: list[float] = []
 
+    parts = load.parts(folder, f"rounds={ROUNDS}", f"evaluate.every={ROUNDS}")
+    workplace = workplace_of(parts)
+
     def ours() -> float:
-        count = STEADY_ROUNDS + 2
-        parts = load.parts(folder, f"rounds={count}", f"evaluate.every={count}")
         _, *steady, _ = run_rounds(parts, workers).rounds
-        middle = spread([one.whole for one in steady]).median
         rounds.append(steady)
-        test.append(seconds_of_a_test(parts))
-        return middle
+        with closing(LocalEngine(workplace, parts.scenario, workers)) as engine:
+            test.append(seconds_of_a_test(parts, engine))
+        return spread([one.whole for one in steady]).median
 
     # The server's steps wait for the clients' and cannot be shared out, so they are one process's in the floor too.
     phases = [[watched.clients[one::workers], watched.server if one == 0 else ()] for one in range(workers)]
-    workplace = workplace_of(load.parts(folder))
     with _replaying(workplace, load.shape, phases) as replay:
 
         def floor() -> float:
             return spread([replay() for _ in range(STEADY_ROUNDS + 1)][1:]).median
 
         seconds = take_turns({"floor": floor, "semifed": ours}, turns)
-    steps = (*watched.clients, *watched.server)
-    replayer = Replayer(workplace(), load.shape, [steps])
-    with FlopCounterMode(display=False) as counter:
-        replayer.replay(0)
-    return Measured(watched, counter.get_total_flops() / 1e9, seconds["floor"], rounds, test)
+    return Measured(watched, work_in(watched, load, folder), seconds["floor"], rounds, test)
 
 
-def seconds_of_a_test(parts: Parts) -> float:
-    """What `evaluate.every` asks for, in the server's process."""
+def seconds_of_a_test(parts: Parts, engine: Engine) -> float:
+    """What `evaluate.every` asks for of one model, by the engine's processes; a test before it warms them up."""
     net, evaluator = assemble(parts)
-    started = perf_counter()
-    evaluator.test(parts.method, net, net.state())
-    return perf_counter() - started
-
-
-class Replayer:
-    """Does the steps of a trace on batches of noise that already lie there."""
-
-    def __init__(self, place: Workplace, shape: Sequence[int], phases: Sequence[Trace]) -> None:
-        settle()
-        self._net, self._optimiser, self._phases = place.net, place.optimiser, phases
-        self._teacher = place.net.frozen()
-        generator = torch.Generator().manual_seed(0)
-        self._ready = {
-            size: torch.randn(size, *shape, generator=generator).contiguous(memory_format=torch.channels_last)
-            for size in {one.images for trace in phases for step in trace for one in step}
-        }
-
-    def replay(self, phase: int) -> None:
-        """All steps of a phase."""
-        self._net.network.train()
-        # The formula that training uses: with PyTorch's class around it the floor could be beaten.
-        descent = Descent(self._net.learners(), self._optimiser)
-        for step in self._phases[phase]:
-            for one in step:
-                if not one.learns:
-                    self._teacher(self._ready[one.images])
-            losses = [_any_loss(self._net(self._ready[one.images])) for one in step if one.learns]
-            descent.forget()
-            torch.stack(losses).sum().backward()
-            descent.step(self._optimiser.lr)
-
-
-def _any_loss(output: Output) -> Tensor:
-    """Something whose gradient reaches every weight."""
-    labels = torch.zeros(len(output.logits), dtype=torch.int64)
-    return F.cross_entropy(output.logits, labels) + sum(head.square().mean() for head in output.heads.values())
+    for _ in range(2):
+        started = perf_counter()
+        evaluator.test(parts.method, net, net.state(), elsewhere=engine.predict)
+        took = perf_counter() - started
+    return took
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a round does inside: its passes, step by step, and what its clients spend their time on."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -38,26 +38,38 @@ class Watched(NamedTuple):
 
     clients: Trace  # all of them, one after the other
     server: Trace
+    images: int  # that the clients' steps drew
     shares: Mapping[str, float]  # of the clients' time, by kind, and "rest"
 
 
-def watch(parts: Parts) -> Watched:
-    """Run the recipe in this process and write down what it does; a recipe of one round is enough."""
-    run_rounds(parts, workers=1)  # whatever a process does only once is done now
-    watcher = _Watcher()
-    with watcher.watching(type(parts.method)):
-        rounds = run_rounds(parts, 1, watcher.engine).rounds
-    whole = sum(one.clients for one in rounds)
+def watch(parts: Parts, round_: int) -> Watched:
+    """Run the recipe in this process until the end of a round, and write down what that round does.
+
+    The rounds before it do whatever a process does only once.
+    """
+    watcher = _Watcher(round_)
+    with watcher.watching(type(parts.method)), suppress(_SeenEnoughError):
+        run_rounds(parts, 1, watcher.engine)
+    _, whole, _, images = watcher.exchanges[round_ - 1]
     shares = {kind: seconds / whole for kind, seconds in watcher.seconds.items()}
     return Watched(
-        tuple(watcher.steps["clients"]), tuple(watcher.steps["server"]), {**shares, "rest": 1 - sum(shares.values())}
+        tuple(watcher.steps["clients"]),
+        tuple(watcher.steps["server"]),
+        images,
+        {**shares, "rest": 1 - sum(shares.values())},
     )
+
+
+class _SeenEnoughError(Exception):
+    """The rounds that follow are not watched and need not be run."""
 
 
 class _Watcher:
     """Looks over the shoulder of the round loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, round_: int) -> None:
+        self.exchanges: Sequence[tuple[float, float, int, int]] = ()
+        self._wanted, self._round = round_, 0
         self.steps: dict[str, list[tuple[Pass, ...]]] = {"clients": [], "server": []}
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._passes: list[Pass] = []
@@ -70,13 +82,18 @@ class _Watcher:
 
         class Watching(TimedEngine):
             def ask(self, *order: Any, **more: Any) -> list[Reply | ClientFailure]:
+                watcher._round += 1
+                if watcher._round > watcher._wanted:
+                    raise _SeenEnoughError
                 watcher._now_at("clients")
                 try:
                     return super().ask(*order, **more)
                 finally:
                     watcher._now_at("server")
 
-        return Watching(engine)
+        watching = Watching(engine)
+        self.exchanges = watching.exchanges
+        return watching
 
     @contextmanager
     def watching(self, method: type) -> Iterator[None]:
@@ -108,16 +125,18 @@ class _Watcher:
         @wraps(step)
         def noted(*given: Any) -> None:
             step(*given)
-            if self._passes:  # networks that are trained together move one after the other
+            if (
+                self._passes and self._round == self._wanted
+            ):  # networks that are trained together move one after the other
                 self.steps[self._place].append(tuple(self._passes))
-                self._passes.clear()
+            self._passes.clear()
 
         return noted
 
     def _clocked(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @wraps(call)
         def clocked(*given: Any, **named: Any) -> Any:
-            if self._place != "clients" or self._inside is not None:
+            if self._round != self._wanted or self._place != "clients" or self._inside is not None:
                 return call(*given, **named)
             self._inside = kind
             started = perf_counter()
