@@ -4,18 +4,22 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.container import ErrorbarContainer
 from torch import Tensor
 
 from semifed.aggregate import weighted_mean
 from semifed.assembly import Parts
-from semifed.bench import aggregation, pillow_views, scaling, workload
+from semifed.bench import aggregation, pillow_views, plots, scaling, views, workload
 from semifed.bench.aggregation import aggregation_cost, cohort_of, extra_memory
 from semifed.bench.measuring import Table
 from semifed.bench.pillow_views import PillowViews, as_picture, as_tensor
 from semifed.bench.plots import draw
+from semifed.bench.step_cost import step_cost
 from semifed.bench.views import NOT_INSTALLED, view_speed
 from semifed.bench.workload import FIXMATCH_CNN
 from semifed.data import randaugment
@@ -83,6 +87,42 @@ def test_view_speed_tells_all_settings(tmp_path: Path) -> None:
     for facts, row in zip(table.facts["views"], table.rows, strict=True):
         assert {len(seconds) for seconds in facts["seconds"].values()} == {2}
         assert ("kornia" in facts["seconds"]) != (row[6] == NOT_INSTALLED)
+
+
+def test_kornia_takes_part_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, list[dict[str, Any]]] = {}
+
+    def stand_in(name: str) -> type[torch.nn.Module]:
+        """A layer that notes how it was made and leaves images as they are."""
+
+        class Layer(torch.nn.Identity):
+            def __init__(self, *given: Any, **named: Any) -> None:
+                super().__init__()
+                made.setdefault(name, []).append({**named, **({"given": given} if given else {})})
+
+        return Layer
+
+    layers = ("RandomHorizontalFlip", "RandomCrop", "RandomErasing", "Normalize")
+    policy = [[("color", 0.0, 1.0)], [("invert", 0.0, 1.0)]]
+    modules = {
+        "kornia.augmentation": SimpleNamespace(**{name: stand_in(name) for name in layers}),
+        "kornia.augmentation.auto.rand_augment.rand_augment": SimpleNamespace(
+            RandAugment=stand_in("RandAugment"), default_policy=policy
+        ),
+    }
+    monkeypatch.setattr(views, "import_module", modules.__getitem__)
+    small = FIXMATCH_CNN._replace(images=1000)
+    (table,) = view_speed(tmp_path, turns=2, workloads=[small], batches=(8,), images=16)
+    for facts, row in zip(table.facts["views"], table.rows, strict=True):
+        assert len(facts["seconds"]["kornia"]) == 2
+        assert isinstance(row[6], int)
+        assert "to" in str(row[7])
+    assert made["RandomHorizontalFlip"] == 2 * [{"p": 0.5}]  # of the weak and of the strong view
+    assert made["RandomCrop"] == 2 * [{"given": ((28, 28),), "padding": 2, "padding_mode": "reflect"}]
+    assert made["RandAugment"] == [{"n": 2, "m": 10, "policy": policy[1:]}]  # grey images have no colour
+    (erased,) = made["RandomErasing"]
+    assert erased["scale"] == (14 * 14 / 28**2,) * 2
+    assert len(made["Normalize"]) == 2
 
 
 # --- aggregation -----------------------------------------------------------------------------------------------------
@@ -172,6 +212,9 @@ def test_only_steady_rounds_count(tmp_path: Path) -> None:
     for ((run,),) in zip(table.facts["runs"], strict=True):
         assert len(run["rounds"]) == len(run["trained"]) == len(run["server_cpu"]) == scaling.STEADY_ROUNDS
         assert all(whole > part > 0 for whole, part in zip(run["rounds"], run["trained"], strict=True))
+        assert all(whole > part > 0 for whole, part in zip(run["trained"], run["exchange"], strict=True))
+        assert all(whole >= part > 0 for whole, part in zip(run["exchange"], run["clients"], strict=True))
+    assert "a step draws 48 images, one pass of 80 views" in table.work
     json.dumps(table.facts)
 
 
@@ -182,11 +225,12 @@ def test_every_client_of_the_largest_federation_fills_a_batch(tmp_path: Path, mo
 
     def look(workload: workload.Workload, folder: Path, settings: tuple[str, ...]) -> scaling.Run:
         seen.append(workload.parts(folder, *settings))
-        return scaling.Run(1.0, [2.0], [1.5], 0.5, [0.1], 0.2, 10**9, None)
+        return scaling.Run(1.0, [2.0], [1.5], 0.5, [0.1], [1.4], [2.0], 10**9, None)
 
     monkeypatch.setattr(scaling, "_in_fresh_process", look)
     (table,) = scaling.against_clients(tmp_path, turns=2, workers=2, clients=(50, 400))
     assert len(seen) == 4
+    assert "one pass of" in table.work
     for parts in seen:
         local = parts.recipe.local
         held = [parts.scenario.client(index) for index in range(parts.recipe.scenario.clients)]
@@ -210,9 +254,22 @@ def test_memory_of_workers_is_seen(tmp_path: Path) -> None:
     assert run.all_memory > run.own_memory + 2 * 50e6  # two processes with torch in them
 
 
+def test_the_time_between_clients_is_told() -> None:
+    run = scaling.Run(1.0, [2.0], [1.9], 0.5, [0.1], exchange=[1.6], clients=[2.4], own_memory=None, all_memory=None)
+    assert run.idle(workers=2) == pytest.approx(1 - 2.4 / 3.2)
+
+
+@pytest.mark.usefixtures("few_images")
+def test_the_table_of_workers(tmp_path: Path) -> None:
+    (table,) = scaling.against_workers(tmp_path, turns=1, workers=1, steps=1)
+    assert [len(row) for row in table.rows] == [len(table.header)]
+
+
 @pytest.mark.usefixtures("few_images")
 def test_operations_of_a_step_are_counted(tmp_path: Path) -> None:
-    narrow, wide = (scaling._step_cost(tmp_path, f"model.width={width}") for width in ("[4, 8, 16]", "[8, 16, 32]"))
+    narrow, wide = (
+        step_cost(scaling.FIXMATCH_CNN, tmp_path, 1, f"model.width={width}") for width in ("[4, 8, 16]", "[8, 16, 32]")
+    )
     assert narrow.parameters < wide.parameters < 5 * narrow.parameters
     assert 2 < wide.operations / narrow.operations < 4  # later layers grow in both directions, the first in one
 
@@ -232,7 +289,7 @@ def table(name: str, **facts: object) -> Table:
 
 
 def runs(*seconds: float) -> list[list[dict[str, object]]]:
-    make = partial(scaling.Run, trained=[0.1], end=0.1, server_cpu=[0.1], start_cpu=1.0)
+    make = partial(scaling.Run, trained=[0.1], end=0.1, server_cpu=[0.1], exchange=[0.1], clients=[0.1])
     return [[make(1.0, [one], own_memory=10**9, all_memory=None)._asdict()] for one in seconds]
 
 
@@ -256,3 +313,16 @@ def test_scaling_tables_are_drawn_and_others_are_not(tmp_path: Path) -> None:
     drawn = draw(tables, tmp_path / "plots")
     assert [path.name for path in drawn] == [f"{one.name}.png" for one in tables[1:]]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_every_line_shows_the_range_of_its_turns() -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    slow, quick = runs(0.4, 0.8), runs(0.2, 0.6)
+    both = [one + other for one, other in zip(slow, quick, strict=True)]
+    plots._participants(axis, {"participants": [5, 10], "runs": both})
+    (bars,) = [one for one in axis.containers if isinstance(one, ErrorbarContainer)]
+    line, _, (segments,) = bars
+    assert [round(float(y), 6) for y in line.get_ydata()] == [0.3, 0.7]
+    assert [[round(float(y), 6) for _, y in ends] for ends in segments.get_segments()] == [[0.2, 0.4], [0.6, 0.8]]

@@ -2,20 +2,29 @@
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+
+def tables(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of all tables, each with its title, what was done, and what is to know."""
+    yield ", ".join(f"{key} {value}" for key, value in measured["machine"].items())
+    for part in measured["parts"].values():
+        header = part.get("header") or [name for row in part["rows"][:1] for name in row]  # older files have none
+        yield from ("", f"### {part['title']}", part["work"], "")
+        if part["rows"]:
+            yield f"| {' | '.join(header)} |"
+            yield f"|{'---|' * len(header)}"
+        for row in part["rows"]:
+            yield f"| {' | '.join('–' if row[name] is None else str(row[name]) for name in header)} |"
+        if part["notes"]:
+            yield from ("", *(f"- {note}" for note in part["notes"]))
 
 
 def main() -> None:
-    """Print every table with its title and what was done."""
-    measured = json.loads(Path(sys.argv[1]).read_text())
-    print(", ".join(f"{key} {value}" for key, value in measured["machine"].items()), end="\n\n")
-    for part in measured["parts"].values():
-        header = list(part["rows"][0])
-        print(f"### {part['title']}\n{part['work']}\n")
-        print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-        for row in part["rows"]:
-            print(f"| {' | '.join('–' if row[name] is None else str(row[name]) for name in header)} |")
-        print()
+    """Print every table."""
+    print("\n".join(tables(json.loads(Path(sys.argv[1]).read_text()))))
 
 
 if __name__ == "__main__":

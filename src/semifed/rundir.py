@@ -200,7 +200,7 @@ def summary(recipe: Recipe, rounds: Sequence[Mapping[str, Any]], facts: Mapping[
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
-        "git_revision": _git_revision(),
+        "git_revision": git_revision(),
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread a process",
     }
 
@@ -248,7 +248,7 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
     """The revision of the checkout the package runs from, with a mark if files were changed."""
     here = Path(sys.modules["semifed"].__file__ or ".").parent
     try:

@@ -25,6 +25,7 @@ from semifed.errors import UserError, nearest
 
 WIDE = 160  # columns of a log, which nobody resizes
 PARTS = ("floor", "peers", "scaling", "precision", "views", "aggregation")
+PLOTTED = frozenset({"scaling"})
 
 
 def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, plots: Path | None) -> None:
@@ -32,6 +33,12 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
     for part in parts:
         if part not in PARTS:
             raise UserError(f"bench has no part '{part}'; {nearest(part, PARTS)}")
+    wanted = parts or PARTS
+    if file is not None:
+        _refuse_unwritable("--json", file.parent, file)
+    drawn = plots is not None and not PLOTTED.isdisjoint(wanted)
+    if plots is not None and drawn:
+        _refuse_unwritable("--plots", plots)
     torch.set_num_threads(1)
     workers = workers or available_cores()
     console = Console()
@@ -39,6 +46,8 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
         console = Console(width=WIDE)
     about = machine()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
+    if plots is not None and not drawn:
+        console.print(f"no plots: of all parts only {', '.join(sorted(PLOTTED))} has any", highlight=False)
     tables: list[Table] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -50,16 +59,28 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
             "views": lambda: view_speed(folder, turns),
             "aggregation": lambda: aggregation_cost(turns),
         }
-        for part in parts or PARTS:
+        for part in wanted:
             found = jobs[part]()
             tables += found
             for table in found:
                 _show(console, table)
             if file is not None:  # after each part: a long benchmark may be stopped
                 write_atomically(file, json.dumps(_all_numbers(about, turns, workers, tables), indent=1) + "\n")
-    if plots is not None:
-        for path in draw(tables, plots):
-            console.print(f"plot: {path}", highlight=False)
+            if plots is not None and part in PLOTTED:
+                for path in draw(found, plots):
+                    console.print(f"plot: {path}", highlight=False)
+
+
+def _refuse_unwritable(option: str, folder: Path, file: Path | None = None) -> None:
+    """A `UserError` before an hour of measurements, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be written: {error.strerror or error}") from None
+    if file is not None and file.is_dir():
+        raise UserError(f"{option}: {file} is a folder; name a file")
 
 
 def _show(console: Console, table: Table) -> None:
@@ -82,6 +103,7 @@ def _all_numbers(about: dict[str, Any], turns: int, workers: int, tables: Sequen
             table.name: {
                 "title": table.title,
                 "work": table.work,
+                "header": list(table.header),
                 "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
                 "notes": list(table.notes),
                 "facts": table.facts,

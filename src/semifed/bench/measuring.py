@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+import semifed
 from semifed.engines.local import available_cores
+from semifed.rundir import git_revision
 
 Cell = str | int | float | None
 
@@ -83,7 +85,9 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: found for name in ("semifed", "flwr", "ray", "pfl", "kornia", "pillow") if (found := _version(name))},
+        "semifed": semifed.__version__,
+        "revision": git_revision(),
+        **{name: found for name in ("flwr", "ray", "pfl", "kornia", "pillow") if (found := _version(name))},
     }
 
 

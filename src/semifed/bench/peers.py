@@ -13,6 +13,7 @@ from semifed.bench.measuring import Cell, Table, ratio, spread, take_turns
 from semifed.bench.naive import naive_rounds
 from semifed.bench.plain_loop import Job, Lap
 from semifed.bench.rounds import run_rounds
+from semifed.bench.work import work_of
 from semifed.bench.workload import FIXMATCH_CNN, MANY_SMALL, Workload
 
 STEADY = 2  # rounds of a turn that count
@@ -64,7 +65,7 @@ def compared(workload: Workload, folder: Path, turns: int, workers: int, steady:
 
     seconds = take_turns({one.name: partial(turn, one) for one in everyone if one.installed()}, turns)
     ours = [one.name for one in everyone if one.name.startswith("semifed")]
-    job = Job.of(parts)
+    job, work = Job.of(parts), work_of(workload, folder)
     done = {name: [(lap.steps, lap.images) for lap in told] for name, told in laps.items() if told}
     unlike = [name for name, counts in done.items() if set(counts) != set(done[ours[0]])]
     return Table(
@@ -72,14 +73,18 @@ def compared(workload: Workload, folder: Path, turns: int, workers: int, steady:
         title=f"Against peers on the same work: {workload.name}",
         work=(
             f"a round of {parts.recipe.cohort_size} clients, {job.steps} steps each of {job.labelled} "
-            f"labelled and up to {job.unlabelled} unlabelled images, weak and strong views; one thread a process"
+            f"labelled and up to {job.unlabelled} unlabelled images, weak and strong views: {work.told()}; "
+            "one thread a process"
         ),
         header=("contestant", "cores", "seconds a round", *(f"{name}: times as fast" for name in ours)),
         rows=[_row(one, seconds, ours) for one in everyone],
         facts={
-            name: {"seconds": seconds[name], **_columns(told), "ratios": _ratios(seconds, name, ours)}
-            for name, told in laps.items()
-            if told
+            "work": work._asdict(),
+            **{
+                name: {"seconds": seconds[name], **_columns(told), "ratios": _ratios(seconds, name, ours)}
+                for name, told in laps.items()
+                if told
+            },
         },
         notes=(*NOTES, *(f"{name} did another number of steps or images: its row does not count." for name in unlike)),
     )

@@ -1,4 +1,4 @@
-"""Pictures of the scaling tables; other tables have none."""
+"""Pictures of the scaling tables, medians with the range of their turns; other tables have none."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,11 +40,16 @@ def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
     return drawn
 
 
-def _medians(facts: dict[str, Any], value: Callable[[dict[str, Any]], float | None]) -> list[float]:
-    """The median over turns, point by point; what no kernel told is no number."""
-    return [
-        median([float("nan") if (found := value(run)) is None else found for run in runs]) for runs in facts["runs"]
-    ]
+Turns = Sequence[Sequence[float]]  # point by point, what each turn found
+
+
+def _turns(facts: dict[str, Any], value: Callable[[dict[str, Any]], float | None]) -> Turns:
+    """A value in each turn, point by point; what no kernel told is no number."""
+    return [[float("nan") if (found := value(run)) is None else found for run in runs] for runs in facts["runs"]]
+
+
+def _medians(turns: Turns) -> list[float]:
+    return [median(values) for values in turns]
 
 
 def _round_seconds(run: dict[str, Any]) -> float:
@@ -52,8 +57,8 @@ def _round_seconds(run: dict[str, Any]) -> float:
 
 
 def _clients_time(axis: "Axes", facts: dict[str, Any]) -> None:
-    _line(axis, facts["clients"], _medians(facts, _round_seconds), "one round", _INK)
-    _line(axis, facts["clients"], _medians(facts, lambda run: run["start"]), "before the first round", _SECOND, "s")
+    _line(axis, facts["clients"], _turns(facts, _round_seconds), "one round", _INK)
+    _line(axis, facts["clients"], _turns(facts, lambda run: run["start"]), "before the first round", _SECOND, "s")
     axis.set(xscale="log", yscale="log", xlabel="clients in total", ylabel="seconds")
     # Room for flat lines to look flat, and for the legend between them.
     low, high = axis.get_ylim()
@@ -62,22 +67,22 @@ def _clients_time(axis: "Axes", facts: dict[str, Any]) -> None:
 
 
 def _clients_memory(axis: "Axes", facts: dict[str, Any]) -> None:
-    _line(axis, facts["clients"], _medians(facts, lambda run: _gigabytes(run["own_memory"])), "server", _INK)
-    whole = _medians(facts, lambda run: _gigabytes(run["all_memory"]))
+    _line(axis, facts["clients"], _turns(facts, lambda run: _gigabytes(run["own_memory"])), "server", _INK)
+    whole = _turns(facts, lambda run: _gigabytes(run["all_memory"]))
     _line(axis, facts["clients"], whole, "with its workers", _SECOND, "s")
     axis.axhline(_MOST_MEMORY, color=_FAINT, linestyle="--")
     axis.text(facts["clients"][0], _MOST_MEMORY * 1.02, "4 GB", color=_FAINT, va="bottom")
     axis.set(xscale="log", xlabel="clients in total", ylabel="peak memory, GB")
-    axis.set_ylim(0, max(_MOST_MEMORY, *whole) * 1.2)
+    axis.set_ylim(0, max(_MOST_MEMORY, *_medians(whole)) * 1.2)
     axis.legend(frameon=False, loc="upper right", ncols=2)
 
 
 def _participants(axis: "Axes", facts: dict[str, Any]) -> None:
-    _proportional(axis, facts["participants"], _medians(facts, _round_seconds), "clients a round")
+    _proportional(axis, facts["participants"], _turns(facts, _round_seconds), "clients a round")
 
 
 def _images(axis: "Axes", facts: dict[str, Any]) -> None:
-    _proportional(axis, facts["images_a_client"], _medians(facts, _round_seconds), "images a client")
+    _proportional(axis, facts["images_a_client"], _turns(facts, _round_seconds), "images a client")
 
 
 def _workers(axis: "Axes", facts: dict[str, Any]) -> None:
@@ -93,9 +98,9 @@ def _workers(axis: "Axes", facts: dict[str, Any]) -> None:
 
 def _width(axis: "Axes", facts: dict[str, Any]) -> None:
     operations = [facts["operations_a_step"][name] / 1e9 for name in facts["width"]]
-    seconds = _medians(facts, lambda run: 1000 * _round_seconds(run) / facts["steps_a_round"])
-    _line(axis, operations, seconds, "", _INK)
-    for name, x, y in zip(facts["width"], operations, seconds, strict=True):
+    taken = _turns(facts, lambda run: 1000 * _round_seconds(run) / facts["steps_a_round"])
+    _line(axis, operations, taken, "", _INK)
+    for name, x, y in zip(facts["width"], operations, _medians(taken), strict=True):
         axis.annotate(
             f"{name}: {y:.0f} ms", (x, y), xytext=(-8, 4), textcoords="offset points", ha="right", va="bottom"
         )
@@ -106,24 +111,29 @@ def _width(axis: "Axes", facts: dict[str, Any]) -> None:
 
 def _width_speed(axis: "Axes", facts: dict[str, Any]) -> None:
     operations = [facts["operations_a_step"][name] / 1e9 for name in facts["width"]]
-    _line(axis, operations, [median(facts["gflops_reached"][name]) for name in facts["width"]], "", _INK)
+    _line(axis, operations, [facts["gflops_reached"][name] for name in facts["width"]], "", _INK)
     axis.set(xscale="log", xlabel="GFLOP a step", ylabel="GFLOP/s reached on one core")
     axis.set_ylim(bottom=0)
     axis.margins(x=0.2)
 
 
-def _proportional(axis: "Axes", counts: Sequence[int], seconds: Sequence[float], what: str) -> None:
+def _proportional(axis: "Axes", counts: Sequence[int], seconds: Turns, what: str) -> None:
     """Seconds against a count that they should grow with, beside what the largest count would make of the others."""
-    axis.plot([0, counts[-1]], [0, seconds[-1]], color=_FAINT, linestyle="--", label="proportional", zorder=1)
+    axis.plot([0, counts[-1]], [0, median(seconds[-1])], color=_FAINT, linestyle="--", label="proportional", zorder=1)
     _line(axis, counts, seconds, "measured", _INK)
     axis.set(xlabel=what, ylabel="seconds a round", xticks=[0, *counts])
     axis.set_xlim(left=0)
-    axis.set_ylim(0, max(seconds) * 1.25)
+    axis.set_ylim(0, max(map(max, seconds)) * 1.25)
     axis.legend(frameon=False, loc="upper left")
 
 
-def _line(axis: "Axes", x: Sequence[float], y: Sequence[float], label: str, colour: str, marker: str = "o") -> None:
-    axis.plot(x, y, color=colour, marker=marker, label=label or None, zorder=2)
+def _line(axis: "Axes", x: Sequence[float], turns: Turns, label: str, colour: str, marker: str = "o") -> None:
+    """Medians, each with a bar from the smallest to the largest of its turns."""
+    middle = _medians(turns)
+    below = [centre - min(values) for centre, values in zip(middle, turns, strict=True)]
+    above = [max(values) - centre for centre, values in zip(middle, turns, strict=True)]
+    named = label or None
+    axis.errorbar(x, middle, yerr=[below, above], capsize=3, zorder=2, color=colour, marker=marker, label=named)
 
 
 def _gigabytes(size: int | None) -> float | None:

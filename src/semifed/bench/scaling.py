@@ -7,6 +7,7 @@ and the last, which is tested, do not count.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
@@ -15,19 +16,15 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from torch.utils.flop_counter import FlopCounterMode
 
 from semifed.assembly import workplace_of
 from semifed.bench.aggregation import peak_memory, peak_memory_below
 from semifed.bench.measuring import Cell, Spread, Table, ratio, spread, take_turns
-from semifed.bench.rounds import Clock
+from semifed.bench.rounds import Clock, TimedEngine
+from semifed.bench.step_cost import step_cost
 from semifed.bench.workload import FIXMATCH_CNN as WHOLE
 from semifed.bench.workload import Workload
-from semifed.client_round import Reply
 from semifed.engines.local import LocalEngine, available_cores
-from semifed.errors import ClientFailure
-from semifed.progress import Silent
 from semifed.run import execute
 
 STEADY_ROUNDS = 3
@@ -51,7 +48,8 @@ class Run(NamedTuple):
     trained: list[float]  # the part of them that rounds.jsonl tells: until the checkpoint
     end: float  # after the last round
     server_cpu: list[float]  # processor seconds of the server's process in the steady rounds
-    start_cpu: float  # and before the first
+    exchange: list[float]  # the part of them until all clients had answered
+    clients: list[float]  # what the clients themselves took, added up
     own_memory: int | None  # peak of the process that holds the server
     all_memory: int | None  # peaks of it and its workers, added up: images they share count in each
 
@@ -59,6 +57,11 @@ class Run(NamedTuple):
     def seconds(self) -> float:
         """Of a usual round."""
         return spread(self.rounds).median
+
+    def idle(self, workers: int) -> float:
+        """The share of the workers' time in a usual exchange that is no client's: letters, and waiting for the last."""
+        busy = [own / (workers * whole) for own, whole in zip(self.clients, self.exchange, strict=True)]
+        return 1 - spread(busy).median
 
     @property
     def bookkeeping(self) -> float:
@@ -126,7 +129,8 @@ def against_clients(folder: Path, turns: int, workers: int, clients: Sequence[in
         Table(
             "scaling-clients",
             "Clients in total",
-            f"{images:,} images of 28x28 over all clients, 10 clients a round, {STEPS} steps each, {workers} workers.",
+            f"{images:,} images of 28x28 over all clients, 10 clients a round, {STEPS} steps each, {workers} workers; "
+            f"{step_cost(workload, folder, STEPS, *common, f'scenario.clients={clients[0]}').told()}.",
             header,
             rows,
             {"images": images, "workers": workers, **_facts("clients", runs)},
@@ -157,7 +161,8 @@ def against_participants(folder: Path, turns: int, workers: int, counts: Sequenc
         Table(
             "scaling-participants",
             "Participants",
-            f"{FIXMATCH_CNN.name}, 100 clients, {STEPS} steps of {BATCH} unlabelled images, {workers} workers.",
+            f"{FIXMATCH_CNN.name}, 100 clients, {STEPS} steps of {BATCH} unlabelled images, {workers} workers; "
+            f"{step_cost(FIXMATCH_CNN, folder, STEPS).told()}.",
             ("clients a round", "s a round", "ms a client", f"times that of {counts[0]}"),
             rows,
             {"workers": workers, **_facts("participants", runs)},
@@ -174,13 +179,27 @@ def against_workers(folder: Path, turns: int, workers: int, steps: int = 2 * STE
     )
     alone = [run.seconds for run in runs[1]]
     gains = {count: ratio(alone, [run.seconds for run in own]) for count, own in runs.items()}
-    rows: list[Sequence[Cell]] = [(count, _seconds(own).shown(3), gains[count].shown()) for count, own in runs.items()]
+    rows: list[Sequence[Cell]] = [
+        (
+            count,
+            _seconds(own).shown(3),
+            gains[count].shown(),
+            spread([spread(run.exchange).median for run in own]).shown(3),
+            spread([spread(run.clients).median for run in own]).shown(3),
+            spread([100 * run.idle(count) for run in own]).shown(1),
+        )
+        for count, own in runs.items()
+    ]
     return [
         Table(
             "scaling-workers",
             "Workers",
-            f"{FIXMATCH_CNN.name}, 10 of 100 clients a round, {steps} steps of {BATCH} unlabelled images.",
-            ("workers", "s a round", "times as fast as one"),
+            f"{FIXMATCH_CNN.name}, 10 of 100 clients a round, {steps} steps of {BATCH} unlabelled images; "
+            f"{step_cost(FIXMATCH_CNN, folder, STEPS).told()}.",
+            (
+                *("workers", "s a round", "times as fast as one", "s until all clients had answered"),
+                *("s of the clients themselves, added up", "percent of the workers' time between"),
+            ),
             rows,
             {"times_as_fast": [gain._asdict() for gain in gains.values()], **_facts("workers", runs)},
         )
@@ -215,7 +234,7 @@ def against_images(folder: Path, turns: int, workers: int, counts: Sequence[int]
             "scaling-images",
             "Images a client",
             f"{FIXMATCH_CNN.name}, 10 of 100 clients a round, one pass over their images in steps of {BATCH},"
-            f" {workers} workers.",
+            f" {workers} workers; {step_cost(FIXMATCH_CNN, folder, STEPS).told()}.",
             ("images a client", "s a round", "images/s", f"times that of {counts[0]}"),
             rows,
             {"workers": workers, **_facts("images_a_client", runs)},
@@ -228,7 +247,7 @@ def against_width(folder: Path, turns: int, widths: Sequence[Sequence[int]] = WI
     clients = 2
     shown = {"-".join(map(str, width)): f"model.width={list(width)}" for width in widths}
     common = (*_few_steps(1), f"clients_per_round={clients}")
-    costs = {name: _step_cost(folder, setting) for name, setting in shown.items()}
+    costs = {name: step_cost(FIXMATCH_CNN, folder, STEPS, setting) for name, setting in shown.items()}
     runs = _runs(
         {name: partial(_run, FIXMATCH_CNN, folder, (*common, setting)) for name, setting in shown.items()}, turns
     )
@@ -250,7 +269,8 @@ def against_width(folder: Path, turns: int, widths: Sequence[Sequence[int]] = WI
         Table(
             "scaling-width",
             "Size of the network",
-            f"FixMatch, CNNs of growing width on 28x28 images, {STEPS} steps of {BATCH} unlabelled images, one core.",
+            f"FixMatch, CNNs of growing width on 28x28 images, {clients} clients, {STEPS} steps each, one core; a step "
+            f"draws {cost.images} images, one pass of {cost.views} views.",
             ("channels", "parameters", "GFLOP a step", "ms a step", "GFLOP/s"),
             rows,
             {
@@ -308,11 +328,13 @@ class _Clock(Clock):
 
 
 def _run(workload: Workload, folder: Path, settings: Sequence[str]) -> Run:
-    started, started_cpu = perf_counter(), process_time()
+    started = perf_counter()
     parts = workload.parts(folder, *settings)
     clock = _Clock(parts.recipe.rounds)
     with tempfile.TemporaryDirectory() as place:
-        execute(parts, Path(place) / "run", clock)
+        engine = TimedEngine(LocalEngine(workplace_of(parts), parts.scenario, parts.recipe.engine.workers))
+        with closing(engine):
+            execute(parts, Path(place) / "run", clock, engine=engine)
         ended = perf_counter()
     own = peak_memory()
     whole = None if own is None or clock.workers_memory is None else own + clock.workers_memory
@@ -322,7 +344,8 @@ def _run(workload: Workload, folder: Path, settings: Sequence[str]) -> Run:
         trained=clock.records[1:-1],
         end=ended - clock.marks[-1],
         server_cpu=_steady(clock.marks_cpu),
-        start_cpu=clock.marks_cpu[0] - started_cpu,
+        exchange=[took for took, *_ in engine.exchanges[1:-1]],
+        clients=[busy for _, busy, *_ in engine.exchanges[1:-1]],
         own_memory=own,
         all_memory=whole,
     )
@@ -337,36 +360,6 @@ def _in_fresh_process(workload: Workload, folder: Path, settings: Sequence[str])
     """A process of its own, because peaks of memory never fall."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
         return fresh.submit(_run, workload, folder, settings).result()
-
-
-class _StepCost(NamedTuple):
-    parameters: int
-    operations: int  # of floating point, forwards and backwards
-
-
-class _CountingEngine(LocalEngine):
-    """Counts what its clients compute."""
-
-    operations = 0
-
-    def ask(
-        self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
-    ) -> list[Reply | ClientFailure]:
-        """The engine's answers."""
-        with FlopCounterMode(display=False) as counter:
-            answers = super().ask(round_, lr, clients, down, own)
-        self.operations += counter.get_total_flops()
-        return answers
-
-
-def _step_cost(folder: Path, setting: str) -> _StepCost:
-    parts = FIXMATCH_CNN.parts(folder, *_few_steps(1), "rounds=1", "clients_per_round=1", setting)
-    workplace = workplace_of(parts)
-    engine = _CountingEngine(workplace, parts.scenario, 1)
-    with tempfile.TemporaryDirectory() as place:
-        execute(parts, Path(place) / "run", Silent(Console(stderr=True)), engine=engine)
-    parameters = sum(weight.numel() for weight in workplace().net.network.parameters())
-    return _StepCost(parameters, engine.operations // STEPS)
 
 
 def _seconds(runs: Sequence[Run]) -> Spread:
