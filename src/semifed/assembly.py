@@ -84,7 +84,8 @@ def build_net(
         generator=torch_stream(recipe.seed, "initial weights"),
     )
     precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.precision]
-    return Net(network, recipe.batchnorm, torch.device(recipe.engine.device), precision)
+    device = torch.device(recipe.engine.device)
+    return Net(network, recipe.batchnorm, device, precision, graphs=recipe.engine.graphs)
 
 
 def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:

@@ -142,6 +142,8 @@ def fit(
         each.train(True)
     try:
         for batch in steps:
+            for each in (net, *beside):
+                each.next_step()
             result = loss(net, batch)
             if not bool(torch.isfinite(result.value)):
                 raise Diverged(f"the loss became {result.value.item()} in step {step_count + 1}")

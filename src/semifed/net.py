@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from semifed.errors import UserError
+from semifed.graphs import Graphs
 from semifed.models.batchnorm import BatchNorm, frozen_names, recalibrate, set_batchnorm
 from semifed.models.network import Network, Output
 from semifed.models.stem_cache import StemCache
@@ -30,7 +32,13 @@ class Net:
     """One network with its weights; in evaluation mode everywhere but inside the training loop."""
 
     def __init__(
-        self, network: Network, batchnorm: str, device: torch.device = HOME, precision: torch.dtype = torch.float32
+        self,
+        network: Network,
+        batchnorm: str,
+        device: torch.device = HOME,
+        precision: torch.dtype = torch.float32,
+        *,
+        graphs: bool = False,
     ) -> None:
         self.network = network.to(memory_format=torch.channels_last).to(device)  # type: ignore[call-overload]
         self.batchnorm = batchnorm
@@ -47,11 +55,20 @@ class Net:
         self._layers = list(network.modules())
         self._learners = {name: one for name, one in network.named_parameters() if name not in self._frozen}
         self.stems = StemCache(self.stem, STEM_BYTES) if self._frozen else None
+        self._graphs = Graphs(self.network.backbone) if graphs else None
 
     def __call__(self, images: Tensor) -> Output:
         """Logits, features and further heads of a batch of normalised images."""
         with self._computing():
-            return _home(self.network(images.to(self.device)))
+            if self._graphs is None or not (self.network.training and torch.is_grad_enabled()):
+                return _home(self.network(images.to(self.device)))
+            features = self._graphs.features(self.network.stem(images.to(self.device)))
+            return _home(self.network.after_backbone(features))
+
+    def next_step(self) -> None:
+        """A step of training begins: nobody asks for gradients of the passes before it any more."""
+        if self._graphs is not None:
+            self._graphs.next_step()
 
     def stem(self, images: Tensor) -> Tensor:
         """What training never changes about a batch of normalised images: it may be kept from round to round."""
@@ -103,7 +120,7 @@ class Net:
 
     def twin(self) -> "Net":
         """A second network of the same shape and weights, to be trained beside this one."""
-        return Net(self._copy(), self.batchnorm, self.device, self.precision)
+        return Net(self._copy(), self.batchnorm, self.device, self.precision, graphs=self._graphs is not None)
 
     @property
     def class_rows(self) -> str:
@@ -141,6 +158,8 @@ class Net:
 
     def gradient(self, value: Tensor) -> Weights:
         """The gradient of a value by each parameter it depends on; the value can still be differentiated."""
+        if self._graphs is not None:  # its replay wrote over what a second gradient would need
+            raise UserError("engine.graphs: this method takes two gradients of one pass; set engine.graphs=false")
         learners = self.learners()
         slopes = torch.autograd.grad(value, list(learners.values()), retain_graph=True, allow_unused=True)
         return {name: slope.to(HOME) for name, slope in zip(learners, slopes, strict=True) if slope is not None}

@@ -212,10 +212,13 @@ class EngineTable(Table):
     workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
     timeout: Positive | None = None
+    graphs: bool = False  # replay the passes of training steps as CUDA graphs
 
     @model_validator(mode="after")
     def _one_process_on_a_gpu(self) -> "EngineTable":
         if self.device == "cpu":
+            if self.graphs:
+                raise ValueError("graphs: only a GPU replays passes; use engine.device=cuda, or leave it out")
             return self
         if self.name != "local":
             raise ValueError(f"device: the engine {self.name} runs on the processor; use engine.name=local")
@@ -255,6 +258,8 @@ class Recipe(Table):
             )
         if self.min_clients > self.cohort_size:
             raise ValueError(f"min_clients: {self.min_clients} is more than the {self.cohort_size} clients of a round")
+        if self.engine.graphs and self.model.precision != "float32":
+            raise ValueError("engine.graphs: passes are recorded in single precision; use model.precision=float32")
         if self.model.batchnorm == "static" and self.scenario.labels != "server":
             raise ValueError(
                 "model.batchnorm: static statistics need labels at the server to be computed on; use tracked"

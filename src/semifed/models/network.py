@@ -66,7 +66,10 @@ class Network(nn.Module):
 
     def after_stem(self, maps: Tensor) -> Output:
         """All outputs, given what `stem` said of the images."""
-        features = self.backbone.trainable_part(maps)
+        return self.after_backbone(self.backbone.trainable_part(maps))
+
+    def after_backbone(self, features: Tensor) -> Output:
+        """All outputs, given the features."""
         return Output(self.classifier(features), features, {name: head(features) for name, head in self.heads.items()})
 
 
