@@ -12,6 +12,7 @@ from command import semifed
 from semifed.bench import aggregation, command
 from semifed.bench.aggregation import aggregation_cost
 from semifed.bench.measuring import Table
+from semifed.bench.workload import FIXMATCH_CNN
 from semifed.errors import UserError
 
 SCRIPT = Path(__file__).parents[1] / "results" / "speed" / "tables.py"
@@ -134,3 +135,15 @@ def test_a_part_without_plots_says_so(
     command.bench(["views"], turns=1, workers=1, file=None, plots=tmp_path / "plots")
     assert "no plots: of all parts only scaling has any" in capsys.readouterr().out
     assert not (tmp_path / "plots").exists()
+
+
+def test_ideas_are_measured_beside_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = runpy.run_path(str(SCRIPT.with_name("tried.py")))
+    small = FIXMATCH_CNN._replace(overrides=(*FIXMATCH_CNN.overrides, "model.width=[2,3,4]"), images=1000, tests=20)
+    table = tried["measured"](turns=2, seconds=0.0, compiled=False, loads=[small])
+    assert all(len(row) == len(table.header) for row in table.rows)
+    first = [row for row in table.rows if row[4] is None]
+    assert [str(row[2]).startswith("as used") for row in first] == [True] * 6
+    assert len({row[0] for row in table.rows}) == 6
+    assert all(len(row["seconds"]) == 2 for row in table.facts["rows"])
+    assert len(capsys.readouterr().out.splitlines()) == len(table.rows)

@@ -65,7 +65,7 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
             for table in found:
                 _show(console, table)
             if file is not None:  # after each part: a long benchmark may be stopped
-                write_atomically(file, json.dumps(_all_numbers(about, turns, workers, tables), indent=1) + "\n")
+                write_atomically(file, json.dumps(all_numbers(about, turns, workers, tables), indent=1) + "\n")
             if plots is not None and part in PLOTTED:
                 for path in draw(found, plots):
                     console.print(f"plot: {path}", highlight=False)
@@ -94,7 +94,8 @@ def _show(console: Console, table: Table) -> None:
         console.print(f"  {note}", highlight=False)
 
 
-def _all_numbers(about: dict[str, Any], turns: int, workers: int, tables: Sequence[Table]) -> dict[str, Any]:
+def all_numbers(about: dict[str, Any], turns: int, workers: int, tables: Sequence[Table]) -> dict[str, Any]:
+    """The content of the file."""
     return {
         "machine": about,
         "turns": turns,
