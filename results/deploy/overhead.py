@@ -2,8 +2,9 @@
 
     python results/deploy/overhead.py [10 100 1000] > table.md
 
-Every client takes two steps on its share of FashionMNIST (60 images each of 1,000 clients). Engines alternate, the
-first round of each run is left out, and the median of the others is shown with its range.
+Every client takes two steps on its share of FashionMNIST (60 images each of 1,000 clients). For each number of clients
+the engines run one after the other, once; the first round and the last, which is tested, are left out, and the median
+of the others is shown with its range.
 """
 
 import json

@@ -29,10 +29,11 @@ from semifed.bench.workload import FIXMATCH_CNN, FIXMATCH_RESNET, Workload
 from semifed.data.client import batches
 from semifed.durable import write_atomically
 from semifed.fit import Descent, Optimiser
-from semifed.net import Net
+from semifed.net import FrozenNet, Net
 from semifed.process import settle
 
 TESTED = 512  # images that a test looks at together
+TOGETHER = 8  # steps whose views a teacher could be asked about at once
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the unlabelled images that pass the gate
 USED = "as used: "
 LOADS = (FIXMATCH_CNN, FIXMATCH_RESNET)
@@ -46,6 +47,7 @@ def ways_of(load: Workload, folder: Path, compiled: bool) -> Iterator[tuple[str,
     net, local = place.net, parts.recipe.local
     labelled, weak, strong = (_noise(share * local.batch, load) for share in (1, *[local.unlabelled_ratio] * 2))
     yield "a teacher's pass", _without_gradient(net, weak), 1
+    yield "a teacher's passes of several steps, a step", _together(net.frozen(), len(weak), load), TOGETHER
     yield f"a test's pass of {TESTED} images", _without_gradient(net, _noise(TESTED, load)), 1
     net.train(True)
     yield "the optimiser's step", _updates(net, place.optimiser), 1
@@ -90,6 +92,15 @@ def _without_gradient(net: Net, images: Tensor) -> dict[str, Way]:
         return ask
 
     return {f"{USED}no_grad": asked(torch.no_grad), "inference_mode": asked(torch.inference_mode)}
+
+
+def _together(teacher: FrozenNet, images: int, load: Workload) -> dict[str, Way]:
+    """A teacher stays as it is for a round: it could be asked about the weak views of many steps at once."""
+    views = _noise(TOGETHER * images, load)
+    return {
+        f"{USED}step by step": lambda: [teacher(part) for part in views.split(images)],
+        f"{TOGETHER} steps in one go": lambda: teacher(views),
+    }
 
 
 def _updates(net: Net, options: Optimiser) -> dict[str, Way]:
