@@ -1,5 +1,6 @@
 """Data sets of the hub: written by the library itself, as it would have downloaded them, and read by `hub:`."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,22 @@ def test_a_run_trains_on_a_set_of_the_hub_and_one_that_cannot_be_had_is_told_in_
     names = datasets.ClassLabel(names=list("0123456789"))
     pictures = [Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8)) for image in digits.images[:400]]
     parts = {
-        "train": hub_set(pictures[:300], digits.target[:300], names),
-        "test": hub_set(pictures[300:], digits.target[300:400], names),
+        "train": hub_set(pictures[:300], digits.target[:300], names, writer=[f"w{i % 6}" for i in range(300)]),
+        "test": hub_set(pictures[300:], digits.target[300:400], names, writer=["w0"] * 100),
     }
     (tmp_path / "digits").mkdir()
     for name, part in parts.items():
         part.to_parquet(tmp_path / "digits" / f"{name}.parquet")
     env = surroundings(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
-    recipe = written(tmp_path / "recipe.toml", tiny_tables() | {"dataset": f"hub:{tmp_path / 'digits'}"})
+    tables = tiny_tables() | {"dataset": f"hub:{tmp_path / 'digits'}?owner=writer"}
+    del tables["scenario"]["subset"]
+    tables["scenario"]["partition"] = "folders"
+    recipe = written(tmp_path / "recipe.toml", tables)
     trained = process("run", recipe, "--out", "run", "--quiet", cwd=tmp_path, env=env)
     assert trained.code == 0, trained.err
+    held = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert len(held["unlabelled"]) == 6
+    assert sum(map(sum, held["unlabelled"])) == 300 - 20  # but the server's two of each class
     assert (tmp_path / "run" / "summary.json").is_file()
     missing = process("run", recipe, "dataset=hub:nobody/nothing", cwd=tmp_path, env=env)
     assert missing.code == 2
