@@ -110,6 +110,15 @@ def test_two_columns_of_labels_are_a_question(tmp_path: Path) -> None:
     assert load(f"hub:{tmp_path / 'two'}?label=fine").classes == ("cat", "dog", "oak")
 
 
+def test_a_damaged_image_is_told_in_a_line(tmp_path: Path) -> None:
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    broken = {"bytes": b"no image at all", "path": None}
+    part = datasets.Dataset.from_dict({"img": [broken], "label": [0]}, features=features)
+    datasets.DatasetDict(train=part, test=part).save_to_disk(tmp_path / "broken")
+    with pytest.raises(UserError, match=r"^hub:.*broken: not a readable image \("):
+        load(f"hub:{tmp_path / 'broken'}")
+
+
 def test_a_name_is_needed() -> None:
     with pytest.raises(UserError, match="expected the name of a data set"):
         HubName.parse("hub:?label=x")

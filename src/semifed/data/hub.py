@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from semifed.data.formats import Arrays, Labels, Pixels
-from semifed.data.image_folder import CommonForm, pixels_of, with_a_fifth_held_out
+from semifed.data.image_folder import CommonForm, damage_told, pixels_of, with_a_fifth_held_out
 from semifed.errors import UserError, nearest
 
 PREFIX = "hub:"
@@ -58,10 +58,11 @@ def read_hub_set(text: str) -> Arrays:
         if column not in features:
             raise UserError(f"{text}: there is no column '{column}': {nearest(column, features)}")
     form = CommonForm()
-    for part in parts:
-        for picture in part[image]:
-            form.see(picture)
-    x = [_pixels(part, image, form, text) for part in parts]
+    with damage_told(text):
+        for part in parts:
+            for picture in part[image]:
+                form.see(picture)
+        x = [_pixels(part, image, form, text) for part in parts]
     named = getattr(features[label], "names", None)
     values = [list(part[label]) for part in parts]
     classes = named or sorted(set().union(*values))

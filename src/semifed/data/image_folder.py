@@ -88,11 +88,17 @@ def read_image(path: Path, size: tuple[int, int] | None = None, grey: bool | Non
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
+    with damage_told(str(path)), Image.open(path) as image:
+        yield image
+
+
+@contextmanager
+def damage_told(where: str) -> Iterator[None]:
+    """Images that cannot be read are the user's, and told in a line."""
     try:
-        with Image.open(path) as image:
-            yield image
+        yield
     except (*DAMAGE, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: not a readable image ({error})") from None
+        raise UserError(f"{where}: not a readable image ({error})") from None
 
 
 def pixels_of(image: Image.Image, where: str, size: tuple[int, int] | None = None, grey: bool | None = None) -> Pixels:
