@@ -81,7 +81,7 @@ class Diverged(ArithmeticError):
 class Descent:
     """Plain SGD's steps of one network.
 
-    The formula is PyTorch's. Its optimiser class does the same, but spends another third of a millisecond around each
+    The formula is PyTorch's. Its optimiser class does the same, but spends a third of the time again around each
     step, and imports a compiler that takes as long as PyTorch itself.
     """
 
