@@ -213,6 +213,7 @@ SEARCH = "import faiss; index = faiss.IndexFlatIP(8); index.add(points.numpy());
 @pytest.mark.parametrize(
     ("first", "after"), [("", SEARCH), ("import infomap", "")], ids=["ours first", "infomap first"]
 )
+@pytest.mark.slow
 def test_no_order_of_imports_crashes(first: str, after: str) -> None:
     code = BOTH.format(first=first, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -75,6 +75,7 @@ def without_validation(method: str) -> dict[str, Any]:
     return {**recipe_tables(method)["scenario"], "validation_fraction": 0.0}
 
 
+@pytest.mark.slow
 def test_an_image_in_both_folders_is_not_grouped_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipe("fedlpa", scenario=without_validation("fedlpa"), rounds=1, clients_per_round=4)
     fed = founded(tmp_path / "fed", recipe)
@@ -94,6 +95,7 @@ def test_an_image_in_both_folders_is_not_grouped_twice(tmp_path: Path, monkeypat
     assert len(seen[0].unlabelled) == len(prepare_run(recipe).scenario.client(0).unlabelled)
 
 
+@pytest.mark.slow
 def test_losses_are_shared_only_by_those_who_say_so(tmp_path: Path) -> None:
     fed = founded(tmp_path / "fed", small_recipe("sage"))
     grid = federation(fed, 4)

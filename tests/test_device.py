@@ -66,6 +66,7 @@ def test_what_two_rounds_would_not_come_to(
 
 @pytest.mark.parametrize("batchnorm", ["static", "tracked", "local"])
 @pytest.mark.parametrize("strong", ["flip crop(1) randaugment(2,10) cutout(3)", "none"])
+@pytest.mark.slow
 def test_views_and_statistics_are_made_on_the_gpu(
     batchnorm: str, strong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

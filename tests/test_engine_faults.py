@@ -237,6 +237,7 @@ def test_an_update_that_cannot_be_averaged_is_refused(
     assert rounds[4]["metrics"]["accuracy"] is not None
 
 
+@pytest.mark.slow
 def test_too_few_clients_end_the_run_which_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -278,6 +279,7 @@ def same_replies(one: Sequence[Reply | ClientFailure], two: Sequence[Reply | Cli
     )
 
 
+@pytest.mark.slow
 def test_workers_that_die_while_idle_are_replaced() -> None:
     recipe = tiny(2)
     parts = prepare_run(recipe)

@@ -416,6 +416,7 @@ def test_the_queue_survives_an_interruption(whole: Outcome, tmp_path: Path) -> N
     assert not equal_weights(robbed.weights, whole.weights), "the queue must matter"
 
 
+@pytest.mark.slow
 def test_two_workers_keep_the_same_queues(whole: Outcome, tmp_path: Path) -> None:
     recipe = toy_recipe("fedscomatch", "server", {"engine": {"workers": 2}})
     pooled = run_toy(toy_parts(recipe), tmp_path / "run")

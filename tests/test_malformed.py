@@ -146,6 +146,7 @@ def test_misspelt_keys_at_every_depth_are_told_with_the_nearest_name(
     assert hints[True] > 0.9 * count, hints
 
 
+@pytest.mark.slow
 def test_values_of_the_wrong_type_or_out_of_range_name_their_key(
     capsys: pytest.CaptureFixture[str], recipe: str
 ) -> None:

@@ -96,6 +96,7 @@ def test_any_number_of_workers_gives_the_bits_of_one(
     assert equal_weights(run_toy(parts, tmp_path / "run").weights, straight.of(method, labels).weights)
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_kept_momentum(tmp_path: Path) -> None:
     changes = {"local": {"keep_optimizer": True}}
     alone = run_toy(toy_parts(toy_recipe("fixmatch-lpl", "clients", changes)), tmp_path / "one")

@@ -221,6 +221,7 @@ def test_a_mistake_is_told_before_anything_is_written(
     assert not Path("reproduce").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(capsys: pytest.CaptureFixture[str]) -> None:
     program = (
         "import sys; from pathlib import Path; from semifed import paper_tables\n"

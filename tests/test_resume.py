@@ -121,6 +121,7 @@ def test_missing_lines_and_stray_parts_do_not_hinder(parts: Parts, tmp_path: Pat
     assert_same_weights(out, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_rounds_of_another_number_of_workers_go_on(parts: Parts, tmp_path: Path) -> None:
     """Two rounds with one worker, two with another number: as four with one."""
     four = prepare_run(check_recipe({**tiny_tables(), "rounds": 4}))
@@ -211,6 +212,7 @@ def resumed_to_the_end(recipe: str, out: Path, rounds: int) -> None:
     assert leftovers(out) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_amid_a_round(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = long_recipe(tmp_path, 100_000)
     code, complaints = stop(recipe, tmp_path / "run", 1, signal.SIGINT, 0.1, amid_rounds=True)

@@ -208,6 +208,7 @@ def test_every_defence_goes_with_every_kind_of_method(method: str, steps: str, t
     assert all(torch.isfinite(tensor).all() for tensor in model_of(out).values())
 
 
+@pytest.mark.slow
 def test_attacks_do_not_depend_on_workers(tmp_path: Path) -> None:
     attacked = {"kind": "noise", "share": 0.5, "scale": 2.0}
     one, two = (run_with(tmp_path / str(n), workers=n, attack=attacked) for n in (1, 2))

@@ -48,6 +48,7 @@ print(own() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_large_cohort_is_not_held_in_memory() -> None:
     rise = [
         int(subprocess.run([sys.executable, "-c", RISE, room], capture_output=True, text=True, check=True).stdout)

@@ -79,6 +79,7 @@ def test_a_bad_axis_fails_before_the_first_run(capsys: pytest.CaptureFixture[str
     assert not Path("grid").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_finished_runs_resumes_others_and_refuses_foreign_ones(
     capsys: pytest.CaptureFixture[str], recipe: str
 ) -> None:
