@@ -132,7 +132,9 @@ def test_what_goes_wrong_at_a_client_is_told_without_its_file_names(
     run_app(deployed_server(), federation(fed, 4), {"folder": str(fed / "server"), "out": str(tmp_path / "out")})
     for record in rounds_of(tmp_path / "out")[1:]:
         assert record["failures"] == [{"client": 3, "reason": "it could not train (UserError; its own log tells more)"}]
-    assert "patient-smith" in capsys.readouterr().err  # the client's own log
+    log = capsys.readouterr().err  # the client's own
+    assert "patient-smith" in log
+    assert "Traceback" not in log, "what a user can put right is told in a line"
     assert "patient-smith" not in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -317,6 +319,13 @@ def test_inspect_lists_what_a_method_declares(method: str) -> None:
     assert {one.name.partition("/")[0] for one in down} <= set(fields_of(down_type))
     assert {"weights", "samples"} <= {one.name.partition("/")[0] for one in up} <= set(fields_of(up_type))
     assert all(one.bytes >= 0 for one in (*down, *up))
+
+
+def test_the_instructions_name_all_that_must_be_installed(tmp_path: Path) -> None:
+    plain = founded(tmp_path / "plain", small_recipe("sage"))
+    assert (plain / "README.md").read_text().count("pip install 'semifed[flower]'") == 2
+    grouping = founded(tmp_path / "grouping", small_recipe("fedlpa"))
+    assert (grouping / "README.md").read_text().count("pip install 'semifed[flower,discovery]'") == 2
 
 
 def test_the_command_founds_and_inspects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from semifed.discovery.evaluation import discovery_metrics, judged_groups
+from semifed.discovery import guided
+from semifed.discovery.evaluation import confidence_histograms, described_groups, discovery_metrics, judged_groups
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings
 from semifed.discovery.inference import graph_clusters, kmeans_clusters
@@ -74,3 +75,53 @@ def test_without_labelled_images_there_is_no_plus() -> None:
     assert not any(name.startswith("plus.") for name in metrics)
     assert metrics["all"] == metrics["all_balanced"] == 1
     assert not math.isnan(metrics["kmeans.all"])
+
+
+def test_an_unrefined_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery, classes = gallery_of(spread=0.2)
+    own = torch.zeros(len(classes), dtype=torch.int64)
+    assert discovery_metrics(own, gallery, classes)["plus.doubted"] == 0
+    # Everything passes and the classifier names no label rightly: the threshold tells nothing.
+    monkeypatch.setattr(guided, "seen_threshold", lambda *_, **__: 0.0)
+    wrong = gallery._replace(labelled=gallery.labelled._replace(logits=gallery.labelled.logits.roll(1, dims=1)))
+    assert discovery_metrics(own, wrong, classes)["plus.doubted"] == 1
+
+
+def test_confidences_are_counted_as_by_hand() -> None:
+    gallery, classes = gallery_of(spread=0.2)
+    drawn = torch.Generator().manual_seed(3)
+    images, labelled, taught = (
+        said._replace(logits=2 * torch.randn(len(said.logits), KNOWN, generator=drawn))
+        for said in (gallery.images, gallery.labelled, said_of(torch.arange(KNOWN).repeat(5), 0.2, 2))
+    )
+    told = confidence_histograms(gallery._replace(images=images, labelled=labelled), classes, taught, 8)
+    assert told["bins"] == pytest.approx([number / 8 for number in range(9)])
+    kinds = {"taught": taught.logits, "labelled": labelled.logits}
+    kinds |= {"known": images.logits[classes < KNOWN], "novel": images.logits[classes >= KNOWN]}
+    for kind, logits in kinds.items():
+        counts = [0] * 8
+        for row in logits.tolist():
+            sure = math.exp(max(row)) / sum(map(math.exp, row))
+            counts[min(int(8 * sure), 7)] += 1
+        assert told["counts"][kind] == counts
+    assert told["counts"]["novel"] != told["counts"]["known"]
+
+
+def test_groups_are_listed_by_size_with_the_images_nearest_their_middle() -> None:
+    drawn = torch.Generator().manual_seed(5)
+    member = torch.randint(-1, 3, (40,), generator=drawn)
+    classes = torch.randint(0, 4, (40,), generator=drawn)
+    features = torch.randn(40, 6, generator=drawn)
+    listed = described_groups(member, classes, ["a", "b", "c", "d"], features, shown=3)
+    assert [group["size"] for group in listed] == sorted((member == one).sum().item() for one in range(3))[::-1]
+    seen: set[int] = set()
+    for group in listed:
+        number = int(member[group["images"][0]])
+        inside = [place for place in range(40) if member[place] == number]
+        assert group["counts"] == [sum(int(classes[place]) == one for place in inside) for one in range(4)]
+        unit = {place: features[place] / features[place].norm() for place in inside}
+        middle = sum(unit.values()) / len(unit)
+        nearest = sorted(inside, key=lambda place: -float(unit[place] @ middle))
+        assert group["images"] == nearest[:3]
+        seen.add(number)
+    assert seen == {0, 1, 2}, "images without a group are in none"

@@ -114,6 +114,18 @@ def test_a_met_prior_costs_nothing(kind: str) -> None:
     assert float(prior_divergence(prior, prior, kind)) == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["kl", "kl_fwd", "jsd"])
+@pytest.mark.parametrize("temperature", [0.1, 0.02, 0.01, 0.001])
+def test_predictions_of_nothing_have_a_gradient(kind: str, temperature: float) -> None:
+    """Cosines over a small temperature: float32 knows no probability as small as that of the last concept."""
+    cosines = torch.tensor([[1.0, 0.9, -1.0], [0.9, 1.0, -1.0]]).requires_grad_()
+    value = prior_alignment(cosines / temperature, torch.tensor([0.5, 0.25, 0.25]), kind)
+    value.backward()
+    assert cosines.grad is not None
+    assert torch.isfinite(value)
+    assert torch.isfinite(cosines.grad).all()
+
+
 def test_a_uniform_prior_is_simgcds_mean_entropy_term() -> None:
     logits = drawn(10, 4)
     mean = logits.softmax(dim=1).mean(dim=0).numpy()

@@ -1,6 +1,7 @@
 """FedLPA and the baselines of category discovery: hooks against plain loops, phases, refreshes, corner cases."""
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from semifed.methods.fed_simgcd import FedSimGCD, Sharpening, every_logit
 from semifed.methods.fedlpa import Const, FedLPA, Found
 from semifed.models.network import Output
 from semifed.net import Net
-from semifed.payloads import Down, Local, Server, Up, Visit
+from semifed.payloads import Local, Server, Up, Visit
 from semifed.recipe import check_recipe
 from toys import equal_weights, place_of, site_of, toy_dataset, toy_parts, toy_recipe
 
@@ -45,8 +46,8 @@ class World:
         self.data = self.parts.scenario.client(CLIENT)
 
     @property
-    def down(self) -> Down:
-        return Down(self.net.state())
+    def down(self) -> Any:
+        return self.method.broadcast(self.method.setup(self.net.state(), site_of(self.parts)))
 
     def prepared(self, round_: int, kept: Found | None = None, data: ClientData | None = None) -> Local[Any, Any]:
         with torch.no_grad():
@@ -301,7 +302,7 @@ def trained(here: World, data: ClientData, round_: int) -> Up:
     return up
 
 
-@pytest.mark.parametrize("method", ["fedlpa", "fed-gcd", "fed-simgcd"])
+@pytest.mark.parametrize("method", ["fedlpa", "fed-gcd", "fed-simgcd", "fed-agcl"])
 @pytest.mark.parametrize("round_", [1, WARMUP + 1])
 @pytest.mark.parametrize("case", ["no labels", "one class", "two images", "one labelled and one not", "only labels"])
 def test_clients_with_little_train_all_the_same(case: str, round_: int, method: str) -> None:
@@ -316,6 +317,12 @@ def test_clients_with_little_train_all_the_same(case: str, round_: int, method: 
         "only labels": shrunk(data, torch.arange(len(data.labelled)), NOTHING),
     }[case]
     assert float(trained(here, little, round_).samples) == little.image_count
+
+
+def test_a_client_without_infomap_learns_so_before_it_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "infomap", None)
+    with pytest.raises(UserError, match=r"needs infomap: pip install 'semifed\[discovery\]'"):
+        World().prepared(1)
 
 
 def test_without_labels_nothing_is_identified() -> None:

@@ -298,3 +298,15 @@ def test_a_run_with_a_transformer_delivers_a_model_that_needs_its_weights_no_mor
         part.unlink()
     said = load_model(tmp_path / "run").said_of(shown)
     assert [answer[1] for answer in said] == pytest.approx(confidence.tolist(), abs=1e-5)
+
+
+def test_fedlpa_discovers_in_the_features_of_a_transformer(small_vit: Path, tmp_path: Path) -> None:
+    model = {"name": "vit", "weights": str(small_vit), "width": None, "head": "cosine"}
+    parts = toy_parts(toy_recipe("fedlpa", "clients", {"model": model, "evaluate": {"folds": 0}}, rounds=3))
+    outcome = run_toy(parts, tmp_path)
+    start, last = outcome.exchanges[0].down.weights, outcome.rounds[-1]
+    assert last["loss"]["concepts"] > 0, "the third round is the first after the warm-up"
+    assert last["failures"] == []
+    learnt = [name for name in start if name.startswith("backbone") and name.endswith("weight")]
+    assert learnt
+    assert not any(torch.equal(outcome.weights[name], start[name]) for name in learnt)

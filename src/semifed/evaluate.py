@@ -82,6 +82,9 @@ class Evaluator:
             images, raw = dataset.x_train[held], dataset.y_train[held]
         chosen = _spread(torch.arange(len(images)), discover_images)
         self.grouped, self._grouped_classes = images[chosen], scenario.every_class(raw[chosen])
+        none = np.empty(0, np.int64)  # a deployed server sees nobody's images
+        taught = torch.from_numpy(np.concatenate([none, *(own.labelled for own in scenario.holdings)]))
+        self._taught = dataset.x_train[_spread(taught, discover_images)]
         known = scenario.test_labels != UNKNOWN
         self._known = dataset.x_test[known]
         self._truth = scenario.test_labels[known]
@@ -205,7 +208,9 @@ class Evaluator:
             "classes": names,
             "known": len(self._scenario.known),
             "groups": described_groups(member, self._grouped_classes, names, gallery.images.features, SHOWN_PER_GROUP),
-            "confidence": confidence_histograms(gallery, self._grouped_classes, SCORE_BINS),
+            "confidence": confidence_histograms(
+                gallery, self._grouped_classes, self._outputs(net, self._taught), SCORE_BINS
+            ),
             "map": self._group_map(member, gallery.images.features),
         }
 

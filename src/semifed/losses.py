@@ -147,6 +147,7 @@ def prior_divergence(mean: Tensor, prior: Tensor, kind: str) -> Tensor:
 
     With a uniform prior "kl" is log K − H(mean), SimGCD's mean-entropy term. JSD is at most log 2.
     """
+    mean = mean.clamp_min(torch.finfo(mean.dtype).tiny)  # at 0 the slope of x log x is infinite
 
     def kl(one: Tensor, other: Tensor) -> Tensor:
         return (torch.xlogy(one, one) - torch.xlogy(one, other)).sum()

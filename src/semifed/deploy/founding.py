@@ -19,6 +19,7 @@ from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.deploy.certificates import client_key, new_authority, private_pem, server_certificate
 from semifed.deploy.consortium import CLIENT, CONSORTIUM, PLAIN_NAME, RECIPE
 from semifed.errors import UserError
+from semifed.methods import finds_groups
 from semifed.recipe import Recipe, check_recipe
 
 SECRET = 0o600
@@ -157,7 +158,15 @@ def _consortium(agreement: Agreement, keys: dict[str, str]) -> dict[str, object]
 def _recipe_facts(recipe: Recipe) -> dict[str, object]:
     at_server = recipe.scenario.labels == "server" or recipe.build_method().groups_by_labels()
     facts = {"method": recipe.method["name"], "rounds": recipe.rounds, "labels": recipe.scenario.labels}
-    return {**facts, "labelled_at_server": at_server}
+    return {**facts, "labelled_at_server": at_server, "extras": ",".join(_extras(recipe))}
+
+
+def _extras(recipe: Recipe) -> list[str]:
+    """What to install of semifed beside its core, by the names of its extras."""
+    groups = ["discovery"] if finds_groups(type(recipe.build_method())) else []
+    network = {"efficientnet-lite0": ["efficientnet"], "vit": ["vit"]}.get(recipe.model.name, [])
+    accountant = [] if recipe.privacy.mode == "none" else ["privacy"]
+    return ["flower", *groups, *network, *accountant]
 
 
 def _host(address: str) -> str:

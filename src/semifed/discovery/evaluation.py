@@ -8,8 +8,9 @@ from torch import Tensor
 
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings
-from semifed.discovery.inference import graph_clusters, kmeans_clusters
+from semifed.discovery.inference import graph_clusters, kmeans_clusters, labelled_graph
 from semifed.metrics import ari, hungarian_accuracy, nmi
+from semifed.models.network import Output
 
 
 def judged_groups(member: Tensor, classes: Tensor, known: int) -> dict[str, float]:
@@ -28,7 +29,8 @@ def discovery_metrics(own: Tensor, gallery: Gallery, classes: Tensor) -> dict[st
     """What a method's own groups are worth, and three that anyone could make of its features.
 
     `infomap.` needs no number of classes, `plus.` (FedLPA+) is told the labelled images, `kmeans.` the labelled
-    images and the true number of classes.
+    images and the true number of classes. `plus.doubted` is 1 where the threshold told nothing, so that the graph of
+    `plus.` is not refined.
     """
     known = gallery.images.logits.shape[1]
     metrics = judged_groups(own, classes, known)
@@ -37,22 +39,31 @@ def discovery_metrics(own: Tensor, gallery: Gallery, classes: Tensor) -> dict[st
         "kmeans": kmeans_clusters(gallery, len(classes.unique())),
     }
     if len(gallery.labels):
-        beside["plus"] = graph_clusters(gallery, GraphSettings(), with_labels=True)
+        guided = labelled_graph(gallery, GraphSettings())
+        beside["plus"] = guided.concepts.member[len(gallery.labels) :]
+        metrics["plus.doubted"] = float(guided.doubted)
     for prefix, member in beside.items():
         judged = judged_groups(member, classes, known)
         metrics |= {f"{prefix}.{name}": judged[name] for name in ("all", "old", "new", "clusters")}
     return metrics
 
 
-def confidence_histograms(gallery: Gallery, classes: Tensor, bins: int) -> dict[str, Any]:
-    """How sure the classifier of known classes is of labelled, known and novel images (the paper's Figs. 1, 2)."""
+def confidence_histograms(gallery: Gallery, classes: Tensor, taught: Output, bins: int) -> dict[str, Any]:
+    """How sure the classifier of known classes is of images (the paper's Figs. 1, 2).
+
+    Of the clients' labelled ones, which taught it, of labelled ones it never saw, of known and of novel ones.
+    """
     edges = np.linspace(0, 1, bins + 1)
-    sure = gallery.images.logits.softmax(dim=1).max(dim=1).values
-    known = classes < gallery.images.logits.shape[1]
+
+    def sure(said: Output) -> Tensor:
+        return said.logits.softmax(dim=1).max(dim=1).values
+
+    grouped, known = sure(gallery.images), classes < gallery.images.logits.shape[1]
     groups = {
-        "labelled": gallery.labelled.logits.softmax(dim=1).max(dim=1).values,
-        "known": sure[known],
-        "novel": sure[~known],
+        "taught": sure(taught),
+        "labelled": sure(gallery.labelled),
+        "known": grouped[known],
+        "novel": grouped[~known],
     }
     counts = {name: np.histogram(values.numpy(), edges)[0].tolist() for name, values in groups.items()}
     return {"bins": edges.tolist(), "counts": counts}

@@ -331,8 +331,11 @@ def deployed_client() -> ClientApp:
     def act(letter: Letter, context: Context) -> Letter:
         try:
             return _answered(letter, Path(str(context.node_config["folder"])))
-        except Exception as error:
-            traceback.print_exc()  # its text may name files and stays here
+        except Exception as error:  # its text may name files and stays here
+            if isinstance(error, UserError):
+                print(f"error: {error}", file=sys.stderr)
+            else:
+                traceback.print_exc()
             reason = f"it could not train ({type(error).__name__}; its own log tells more)"
             return failed(letter.facts["round"], reason)
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from semifed.data.client import Batch, ClientData
+from semifed.discovery.communities import infomap_class
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings, local_concepts, true_concepts, true_members
 from semifed.discovery.inference import graph_clusters
@@ -102,10 +103,11 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
         return GraphSettings(**{name: getattr(self, name) for name in GraphSettings._fields})
 
     def prepare(self, net: Net, down: Down, data: ClientData, kept: Found | None, visit: Visit) -> Local[Const, Found]:
+        infomap_class()  # a client without it learns so now, not after the warm-up
         nothing = torch.empty(0, dtype=torch.int64)
         found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0))
         warming, pseudo, measured = visit.round <= self.warmup_rounds, None, {}
-        # A client that missed its turn refreshes when it is back, and so does one whose images are not those of then.
+        # A client that missed its turn refreshes when it is back, and so does one with fewer or more images than then.
         due = visit.round - int(found.round) >= self.refresh or len(found.member) != len(data.unlabelled)
         if not warming and (int(found.round) == 0 or due):
             guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)

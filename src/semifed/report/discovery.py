@@ -249,6 +249,7 @@ def _confidence_chart(discovery: Mapping[str, Any]) -> Chart | None:
     told: Mapping[str, Any] = confidence if isinstance(confidence, Mapping) else {}
     counts = told.get("counts")
     names = {
+        "taught": "the clients' labelled images, trained on",
         "labelled": "the server's labelled images, not trained on",
         "known": "grouped images, known classes",
         "novel": "grouped images, novel classes",
