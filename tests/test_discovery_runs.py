@@ -52,14 +52,16 @@ def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path, monkeypa
         assert record["gate"]["pass_known"] > 4 * record["gate"]["pass_unknown"]
 
 
-def write_run(path: Path, seed: int, found: float, purity: tuple[float, ...] = (0.5, 0.5), **fields: Any) -> None:
+def write_run(
+    path: Path, seed: int, found: float, purity: tuple[float, ...] = (0.5, 0.5), lr: float = 0.1, **fields: Any
+) -> None:
     method = {"name": "fedlpa", "warmup_rounds": 10, **fields}
     recipe = {
         "dataset": "digits",
         "seed": seed,
         "scenario": {"partition": "balanced-dirichlet", "alpha": 0.2},
         "method": method,
-        "local": {"epochs": 1},
+        "local": {"epochs": 1, "lr": lr},
     }
     metrics = {"all": found, "old": found, "new": found, "clusters": 12, "nmi": 0.5, "accuracy": 0.9}
     metrics |= {"infomap.all": found, "infomap.new": found}
@@ -84,6 +86,20 @@ def table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
     main()
     lines = capsys.readouterr().out.splitlines()[2:]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+
+
+def test_other_rates_and_teachers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "usual", 0, 0.5, teacher_rounds=15.0)
+    write_run(tmp_path / "slow", 0, 0.6, lr=0.02)
+    write_run(tmp_path / "late", 0, 0.7, teacher_rounds=25.0)
+    lines = table(monkeypatch, capsys, tmp_path / "table", *(tmp_path / name for name in ("usual", "slow", "late")))
+    assert {line[2]: line[4] for line in lines} == {
+        "fedlpa": "50.0",
+        "fedlpa lr=0.02": "60.0",
+        "fedlpa teacher_rounds=25": "70.0",
+    }
 
 
 def test_later_runs_join_a_table_whose_runs_are_gone(

@@ -20,6 +20,7 @@ from semifed.discovery.inference import likely_classes
 from semifed.discovery.semi_kmeans import estimated_clusters
 from semifed.errors import UserError
 from semifed.fit import Course, Loss, Optimiser
+from semifed.methods.fed_agcl import FedAGCL
 from semifed.methods.fed_gcd import FedGCD
 from semifed.methods.fed_simgcd import FedSimGCD, Sharpening, every_logit
 from semifed.methods.fedlpa import Const, FedLPA, Found
@@ -611,6 +612,7 @@ def test_gcd_takes_the_number_of_classes_its_search_finds() -> None:
     unit = [F.normalize(features[mask], dim=1) for mask in (~told, told)]
     assert searched == max(4, estimated_clusters(*unit, classes[told], 20, generator=drawn, tries=5))
     assert len(FedGCD(novel="searched").clusters(gallery).unique()) == searched
+    assert len(FedAGCL(novel="searched").clusters(gallery).unique()) == searched
     assert len(FedGCD(novel=2).clusters(gallery).unique()) == 6
     unlabelled_only = gallery._replace(labels=NOTHING, labelled=said(classes < 0))
     assert likely_classes(unlabelled_only) == 8

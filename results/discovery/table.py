@@ -6,9 +6,10 @@ writes STEM.csv, one line a run, with --add beside the lines that are there alre
 each method and scenario, mean ± deviation over seeds, percent. A method's own groups stand beside those that Infomap
 finds in its features (`infomap`), Infomap with the server's labelled images (`plus`: FedLPA+) and k-means that is told
 the number of classes (`k-means`). `purity`, the share of known images among the identified, is the mean of the last
-ten rounds, `purity_first` that of the first ten in which images are identified. `sure.labelled`, `sure.known` and
-`sure.novel` are the median confidences of the classifier of known classes after the last round, of labelled images, of
-unlabelled ones of known classes and of novel ones (empty, as `purity_first`, in lines written before).
+ten rounds, `purity_first` that of the first ten in which images are identified. `sure.taught`, `sure.labelled`,
+`sure.known` and `sure.novel` are the median confidences of the classifier of known classes after the last round: of
+the clients' labelled images, of the server's, which nobody trained on, of unlabelled ones of known classes and of novel
+ones (empty, as `purity_first`, in lines written before they were counted).
 """
 
 import csv
@@ -30,6 +31,8 @@ IDENTITY = ("dataset", "epochs", "spread", "method", "seed")
 FIRST_TOLD = ("prior_weight", "prior", "concepts", "refine", "divergence")
 # The first two are the scenario's, the others the recipe's; no warm-up at all is told.
 NOT_TOLD = ("labelled_share", "novel", "warmup_rounds", "teacher_rounds")
+TEACHER_ROUNDS = {"fedlpa": (15, 8), "fed-simgcd": (30,)}  # of the recipes: digits and FashionMNIST, CIFAR-10
+RATES = (0.1, 0.03)
 
 
 def run_identity(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +47,10 @@ def run_identity(recipe: dict[str, Any]) -> dict[str, Any]:
     ]
     if method["name"] == "fedlpa" and method["warmup_rounds"] == 0:
         special.append("warmup_rounds=0")
+    if (told := method.get("teacher_rounds")) and told not in TEACHER_ROUNDS[method["name"]]:
+        special.append(f"teacher_rounds={told:g}")
+    if (rate := recipe["local"].get("lr", RATES[0])) not in RATES:
+        special.append(f"lr={rate:g}")
     if scenario.get("known"):  # another split than the first classes and the others
         special.append("known=" + ",".join(map(str, scenario["known"])))
     steps = recipe["local"].get("steps")

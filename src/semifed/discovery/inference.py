@@ -1,5 +1,7 @@
 """Groups among images nobody has named: what a delivered model is asked for at the end."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,12 @@ def kmeans_clusters(gallery: Gallery, clusters: int) -> Tensor:
         clusters,
         generator=torch.Generator().manual_seed(gallery.seed),
     ).member
+
+
+def gcd_clusters(gallery: Gallery, novel: int | Literal["searched"]) -> Tensor:
+    """Groups [n] by k-means that is told the number of novel classes, or has it searched."""
+    known = gallery.images.logits.shape[1]
+    return kmeans_clusters(gallery, likely_classes(gallery) if novel == "searched" else known + novel)
 
 
 def likely_classes(gallery: Gallery) -> int:

@@ -6,7 +6,7 @@ reimplementation by others were at hand: the grouping at the server and all weig
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,7 +22,7 @@ from semifed.discovery.gaussians import (
     log_densities,
     merged_mixture,
 )
-from semifed.discovery.inference import kmeans_clusters
+from semifed.discovery.inference import gcd_clusters
 from semifed.discovery.objectives import (
     ONLY_NOVEL,
     PROJECTION,
@@ -80,7 +80,7 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
     shared_weight: NonNegative = 1.0  # with those of all clients; 0: GCL alone
     margin: NonNegative = 0.3
     most_groups: Annotated[int, Field(ge=1)] = 64  # the largest, that a client tells of
-    novel: Annotated[int, Field(ge=0)] = 0  # classes, for k-means at the end; 0: as many as the data have
+    novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 0  # classes, for k-means at the end, as FedAvg + GCD's
 
     def setup(self, weights: Weights, site: ServerSite) -> Associated:
         return Associated(weights, Mixture(torch.empty(0, 0), torch.empty(0, 0), torch.empty(0)))  # no groups yet
@@ -128,7 +128,7 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
         return Associated(weights, merged_mixture([up.groups for up in ups], self.most_groups))
 
     def clusters(self, gallery: Gallery) -> Tensor:
-        return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)
+        return gcd_clusters(gallery, self.novel)
 
     def groups_by_labels(self) -> bool:
         return True

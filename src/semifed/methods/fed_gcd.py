@@ -12,7 +12,7 @@ from torch import Tensor
 
 from semifed.data.client import Batch
 from semifed.discovery.gallery import Gallery
-from semifed.discovery.inference import kmeans_clusters, likely_classes
+from semifed.discovery.inference import gcd_clusters
 from semifed.discovery.objectives import (
     ONLY_NOVEL,
     PROJECTION,
@@ -60,9 +60,7 @@ class FedGCD(Method[Server, Down, Up]):
         return equal_mean(server, ups, site)
 
     def clusters(self, gallery: Gallery) -> Tensor:
-        if self.novel == "searched":
-            return kmeans_clusters(gallery, likely_classes(gallery))
-        return kmeans_clusters(gallery, gallery.images.logits.shape[1] + self.novel)
+        return gcd_clusters(gallery, self.novel)
 
     def groups_by_labels(self) -> bool:
         return True
