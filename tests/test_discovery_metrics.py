@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from semifed.discovery import guided
 from semifed.discovery.evaluation import confidence_histograms, described_groups, discovery_metrics, judged_groups
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings
@@ -75,16 +74,6 @@ def test_without_labelled_images_there_is_no_plus() -> None:
     assert not any(name.startswith("plus.") for name in metrics)
     assert metrics["all"] == metrics["all_balanced"] == 1
     assert not math.isnan(metrics["kmeans.all"])
-
-
-def test_an_unrefined_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    gallery, classes = gallery_of(spread=0.2)
-    own = torch.zeros(len(classes), dtype=torch.int64)
-    assert discovery_metrics(own, gallery, classes)["plus.doubted"] == 0
-    # Everything passes and the classifier names no label rightly: the threshold tells nothing.
-    monkeypatch.setattr(guided, "seen_threshold", lambda *_, **__: 0.0)
-    wrong = gallery._replace(labelled=gallery.labelled._replace(logits=gallery.labelled.logits.roll(1, dims=1)))
-    assert discovery_metrics(own, wrong, classes)["plus.doubted"] == 1
 
 
 def test_confidences_are_counted_as_by_hand() -> None:

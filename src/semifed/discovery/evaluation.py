@@ -8,7 +8,7 @@ from torch import Tensor
 
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings
-from semifed.discovery.inference import graph_clusters, kmeans_clusters, labelled_graph
+from semifed.discovery.inference import graph_clusters, kmeans_clusters
 from semifed.metrics import ari, hungarian_accuracy, nmi
 from semifed.models.network import Output
 
@@ -29,8 +29,7 @@ def discovery_metrics(own: Tensor, gallery: Gallery, classes: Tensor) -> dict[st
     """What a method's own groups are worth, and three that anyone could make of its features.
 
     `infomap.` needs no number of classes, `plus.` (FedLPA+) is told the labelled images, `kmeans.` the labelled
-    images and the true number of classes. `plus.doubted` is 1 where the threshold told nothing, so that the graph of
-    `plus.` is not refined.
+    images and the true number of classes.
     """
     known = gallery.images.logits.shape[1]
     metrics = judged_groups(own, classes, known)
@@ -39,9 +38,7 @@ def discovery_metrics(own: Tensor, gallery: Gallery, classes: Tensor) -> dict[st
         "kmeans": kmeans_clusters(gallery, len(classes.unique())),
     }
     if len(gallery.labels):
-        guided = labelled_graph(gallery, GraphSettings())
-        beside["plus"] = guided.concepts.member[len(gallery.labels) :]
-        metrics["plus.doubted"] = float(guided.doubted)
+        beside["plus"] = graph_clusters(gallery, GraphSettings(), with_labels=True)
     for prefix, member in beside.items():
         judged = judged_groups(member, classes, known)
         metrics |= {f"{prefix}.{name}": judged[name] for name in ("all", "old", "new", "clusters")}

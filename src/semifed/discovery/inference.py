@@ -7,7 +7,7 @@ from torch import Tensor
 
 from semifed.discovery.concepts import FEWEST_NEIGHBOURS, MOST_NEIGHBOURS, discover_concepts
 from semifed.discovery.gallery import Gallery
-from semifed.discovery.guided import GraphSettings, Guided, guided_concepts
+from semifed.discovery.guided import GraphSettings, guided_concepts
 from semifed.discovery.objectives import unit
 from semifed.discovery.semi_kmeans import estimated_clusters, semi_supervised_kmeans
 
@@ -18,33 +18,25 @@ SHARE_OF_CLASS = 0.25  # neighbours, of the largest a class can be where all ima
 
 def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bool) -> Tensor:
     """Infomap's groups [n] of the images alone (FedLPA), or of a graph that is told the labels (FedLPA+)."""
+    neighbours = settings.neighbours or neighbours_among(gallery)
+    generator = torch.Generator().manual_seed(gallery.seed)
     if with_labels:
-        return labelled_graph(gallery, settings).concepts.member[len(gallery.labels) :]
+        guided = guided_concepts(
+            gallery.labelled, gallery.labels, gallery.images, settings, neighbours, generator=generator, trials=TRIALS
+        )
+        return guided.concepts.member[len(gallery.labels) :]
     return discover_concepts(
         gallery.images.features,
         torch.full((len(gallery.images.features),), -1),
-        neighbours=settings.neighbours or neighbours_among(gallery),
+        neighbours=neighbours,
         least_similarity=settings.least_similarity,
         rule="none",
         partners=0,
         smallest=settings.smallest_concept,
         outliers="nearest",
-        generator=torch.Generator().manual_seed(gallery.seed),
+        generator=generator,
         trials=TRIALS,
     ).member
-
-
-def labelled_graph(gallery: Gallery, settings: GraphSettings) -> Guided:
-    """Concepts of the labelled images and, behind them, of the others (FedLPA+)."""
-    return guided_concepts(
-        gallery.labelled,
-        gallery.labels,
-        gallery.images,
-        settings,
-        settings.neighbours or neighbours_among(gallery),
-        generator=torch.Generator().manual_seed(gallery.seed),
-        trials=TRIALS,
-    )
 
 
 def kmeans_clusters(gallery: Gallery, clusters: int) -> Tensor:
