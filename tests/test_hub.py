@@ -88,6 +88,7 @@ def test_sizes_and_colours_become_one_and_plain_values_become_classes(tmp_path: 
     [
         ("?test=holdout", "expected the splits train and holdout, found train, validation"),
         ("?label=labl", "there is no column 'labl': did you mean 'label'?"),
+        ("?image=label", "the column 'label' holds no images but ClassLabel"),
         ("?colour=img", "unknown 'colour': valid: config, image, label, owner, test, train"),
         ("?label", "expected key=value&key=value behind '?', found 'label'"),
     ],

@@ -1,11 +1,13 @@
 """Data sets of the Hugging Face hub: the only ones that are downloaded, because their name asks for it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl
 
 import numpy as np
+from PIL import Image
 
 from semifed.data.formats import Arrays, Labels, Pixels
 from semifed.data.image_folder import CommonForm, damage_told, pixels_of, with_a_fifth_held_out
@@ -57,10 +59,12 @@ def read_hub_set(text: str) -> Arrays:
     for column in filter(None, (image, label, wanted.owner)):
         if column not in features:
             raise UserError(f"{text}: there is no column '{column}': {nearest(column, features)}")
+    if type(features[image]).__name__ != "Image":
+        raise UserError(f"{text}: the column '{image}' holds no images but {type(features[image]).__name__}")
     form = CommonForm()
     with damage_told(text):
         for part in parts:
-            for picture in part[image]:
+            for picture in _opened(part, image):
                 form.see(picture)
         x = [_pixels(part, image, form, text) for part in parts]
     named = getattr(features[label], "names", None)
@@ -101,6 +105,15 @@ def _only_column(features: Mapping[str, Any], kind: str, key: str, text: str) ->
         return columns[0]
     found = f"of the columns {', '.join(columns or features)}"
     raise UserError(f"{text}: which {found} holds the {key}? say so: {text}{'&' if '?' in text else '?'}{key}=COLUMN")
+
+
+def _opened(part: Any, column: str) -> Iterator[Image.Image]:
+    """The images with their size and mode, their pixels not yet read."""
+    import datasets
+
+    for stored in part.cast_column(column, datasets.Image(decode=False))[column]:
+        with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as picture:
+            yield picture
 
 
 def _pixels(part: Any, column: str, form: CommonForm, text: str) -> Pixels:
