@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from semifed.assembly import Parts, prepare_run
 from semifed.bench.plain_loop import Job, Lap, QuickSGD, StepViews, batchwise, fixmatch_loss, new_network
 from semifed.data.client import ClientData
+from semifed.durable import write_atomically
 from semifed.errors import UserError
 from semifed.process import settle
 from semifed.recipe import check_recipe
@@ -160,7 +161,7 @@ def torchrun_rounds(parts: Parts, steady: int, processes: int) -> Lap:
             except BaseException:
                 running.terminate()  # it ends its workers
                 raise
-        if running.returncode:
+        if not out.exists():  # a process may abort while it leaves the group, when all rounds are over and written down
             raise UserError(f"pfl in {processes} processes failed: {said[-2000:]}")
         lap = Lap(*json.loads(out.read_text()))
     return lap._replace(start_up=perf_counter() - began - lap.first - sum(lap.seconds))
@@ -173,7 +174,8 @@ def main(recipe: str, steady: str, out: str) -> None:
     done = torch.tensor([lap.steps, lap.images])
     torch.distributed.all_reduce(done)
     if torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(lap._replace(steps=int(done[0]), images=int(done[1]))))
+        write_atomically(Path(out), json.dumps(lap._replace(steps=int(done[0]), images=int(done[1]))))
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
