@@ -310,7 +310,7 @@ def test_the_delivered_model_is_whole(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "rounds"), [("fixmatch-gpl", 2), ("fedlpa", 4)])
 def test_workers_and_interruptions_change_nothing(tmp_path: Path, method: str, rounds: int) -> None:
-    """FedLPA discovers in its last two rounds, by stems that are kept: by other workers not those of the first run."""
+    """FedLPA's last two rounds look at stems that a worker keeps, and which worker keeps which changes nothing."""
     changes: dict[str, Any] = {"model": LITE, "local": {"epochs": None, "steps": 1}}
     alone = toy_parts(toy_recipe(method, "clients", changes, rounds=rounds))
     pooled = toy_parts(toy_recipe(method, "clients", {**changes, "engine": {"workers": 2}}, rounds=rounds))

@@ -84,7 +84,7 @@ class Evaluator:
         self.grouped, self._grouped_classes = images[chosen], scenario.every_class(raw[chosen])
         none = np.empty(0, np.int64)  # a deployed server sees nobody's images
         taught = torch.from_numpy(np.concatenate([none, *(own.labelled for own in scenario.holdings)]))
-        self._taught = dataset.x_train[_spread(taught, discover_images)]
+        self._taught = _spread(taught, discover_images)
         known = scenario.test_labels != UNKNOWN
         self._known = dataset.x_test[known]
         self._truth = scenario.test_labels[known]
@@ -203,14 +203,13 @@ class Evaluator:
         gallery = Gallery(self._outputs(net, self.grouped), beside, labels, self._seed + 1)
         member = method.clusters(gallery)
         names = self._scenario.every_name()
+        taught = self._scenario.dataset.x_train[self._taught]
         return {
             "metrics": discovery_metrics(member, gallery, self._grouped_classes),
             "classes": names,
             "known": len(self._scenario.known),
             "groups": described_groups(member, self._grouped_classes, names, gallery.images.features, SHOWN_PER_GROUP),
-            "confidence": confidence_histograms(
-                gallery, self._grouped_classes, self._outputs(net, self._taught), SCORE_BINS
-            ),
+            "confidence": confidence_histograms(gallery, self._grouped_classes, self._outputs(net, taught), SCORE_BINS),
             "map": self._group_map(member, gallery.images.features),
         }
 
