@@ -64,22 +64,24 @@ def test_the_naive_loop_does_the_work(parts: Parts) -> None:
     assert_same_work(naive.naive_rounds(parts, 2), 2)
 
 
-def test_plain_flower_does_the_work(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("naive", [False, True])
+def test_plain_flower_does_the_work(parts: Parts, monkeypatch: pytest.MonkeyPatch, naive: bool) -> None:
     from semifed.bench.plain_flower import flower_rounds
 
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
     monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
-    assert_same_work(flower_rounds(parts, 2, workers=1), 2)
+    assert_same_work(flower_rounds(parts, 2, workers=1, naive=naive), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's and Flower's own
-def test_plain_flower_does_the_work_on_ray_and_ends_it(parts: Parts) -> None:
+@pytest.mark.parametrize("naive", [False, True])
+def test_plain_flower_does_the_work_on_ray_and_ends_it(parts: Parts, naive: bool) -> None:
     import ray
 
     from semifed.bench.plain_flower import flower_rounds
 
-    assert_same_work(flower_rounds(parts, 1, workers=2), 1)
+    assert_same_work(flower_rounds(parts, 1, workers=2, naive=naive), 1)
     assert not ray.is_initialized()
 
 
@@ -156,6 +158,7 @@ def test_the_table_says_who_is_missing_and_how_to_get_it(tmp_path: Path, monkeyp
     assert list(rows) == [
         "semifed, 1 worker",
         "Flower simulation, 1 Ray actor",
+        "Flower simulation, 1 Ray actor, naive clients",
         "pfl-research, 1 process",
         "naive loop",
     ]
@@ -186,6 +189,7 @@ def test_names_count_workers() -> None:
         "semifed, 2 workers",
         "semifed, 1 worker",
         "Flower simulation, 2 Ray actors",
+        "Flower simulation, 2 Ray actors, naive clients",
         "pfl-research, 2 processes",
         "pfl-research, 1 process",
         "naive loop",

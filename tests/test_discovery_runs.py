@@ -93,11 +93,13 @@ def test_other_rates_and_teachers_are_told(
 ) -> None:
     write_run(tmp_path / "usual", 0, 0.5, teacher_rounds=15.0)
     write_run(tmp_path / "slow", 0, 0.6, lr=0.02)
+    write_run(tmp_path / "other recipe's", 0, 0.8, lr=0.03)
     write_run(tmp_path / "late", 0, 0.7, teacher_rounds=25.0)
-    lines = table(monkeypatch, capsys, tmp_path / "table", *(tmp_path / name for name in ("usual", "slow", "late")))
+    lines = table(monkeypatch, capsys, tmp_path / "table", *(path for path in tmp_path.iterdir()))
     assert {line[2]: line[4] for line in lines} == {
         "fedlpa": "50.0",
         "fedlpa lr=0.02": "60.0",
+        "fedlpa lr=0.03": "80.0",
         "fedlpa teacher_rounds=25": "70.0",
     }
 

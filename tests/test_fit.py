@@ -80,17 +80,27 @@ def close(net: Net, expected: dict[str, Array]) -> None:
     st.booleans(),
     st.sampled_from([0.0, 0.01, 0.3]),
     st.sampled_from([None, 0.5, 1e6]),
+    st.booleans(),
     st.integers(0, 99),
 )
-def test_descent(momentum: float, nesterov: bool, weight_decay: float, clip: float | None, seed: int) -> None:
+def test_descent(
+    momentum: float, nesterov: bool, weight_decay: float, clip: float | None, spares: bool, seed: int
+) -> None:
     nesterov = nesterov and momentum > 0
     net = small_net()
     targets = targets_for(net, 5, seed)
     weights = numbers(net)
-    descent = Descent(lr=0.05, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip=clip)
+    descent = Descent(
+        lr=0.05,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        clip=clip,
+        decayed_vectors=not spares,
+    )
     for target in targets:
         descent.step(weights, {name: weights[name] - goal.double().numpy() for name, goal in target.items()})
-    fit(net, steps_of(5), quadratic(targets), Optimiser(0.05, momentum, nesterov, weight_decay, clip))
+    fit(net, steps_of(5), quadratic(targets), Optimiser(0.05, momentum, nesterov, weight_decay, clip, spares))
     close(net, weights)
 
 
@@ -110,9 +120,10 @@ def test_a_real_loss_follows_pytorchs_own_optimiser() -> None:
         torch.testing.assert_close(tensor, other.state()[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("spares", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_kept_momentum_continues_to_the_bit(nesterov: bool) -> None:
-    steps, optimiser = steps_of(6), Optimiser(0.1, 0.9, nesterov, 1e-2, 0.7)
+def test_kept_momentum_continues_to_the_bit(nesterov: bool, spares: bool) -> None:
+    steps, optimiser = steps_of(6), Optimiser(0.1, 0.9, nesterov, 1e-2, 0.7, spares)
     whole, halves = small_net(), small_net()
     fit(whole, steps, supervised, optimiser)
     first = fit(halves, steps[:3], supervised, optimiser)

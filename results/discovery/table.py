@@ -32,7 +32,7 @@ FIRST_TOLD = ("prior_weight", "prior", "concepts", "refine", "divergence")
 # The first two are the scenario's, the others the recipe's; no warm-up at all is told.
 NOT_TOLD = ("labelled_share", "novel", "warmup_rounds", "teacher_rounds")
 TEACHER_ROUNDS = {"fedlpa": (15, 8), "fed-simgcd": (30,)}  # of the recipes: digits and FashionMNIST, CIFAR-10
-RATES = (0.1, 0.03)
+DIGITS_RATE, RATE = 0.1, 0.03  # of the recipes
 
 
 def run_identity(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -49,14 +49,15 @@ def run_identity(recipe: dict[str, Any]) -> dict[str, Any]:
         special.append("warmup_rounds=0")
     if (told := method.get("teacher_rounds")) and told not in TEACHER_ROUNDS[method["name"]]:
         special.append(f"teacher_rounds={told:g}")
-    if (rate := recipe["local"].get("lr", RATES[0])) not in RATES:
+    dataset = recipe["dataset"].rpartition("/")[2].removesuffix(".npz")
+    if (rate := recipe["local"].get("lr", RATE)) != (DIGITS_RATE if dataset.startswith("digits") else RATE):
         special.append(f"lr={rate:g}")
     if scenario.get("known"):  # another split than the first classes and the others
         special.append("known=" + ",".join(map(str, scenario["known"])))
     steps = recipe["local"].get("steps")
     spread = scenario["partition"] if scenario["partition"] in ("iid", "folders") else f"{scenario['alpha']:g}"
     return {
-        "dataset": recipe["dataset"].rpartition("/")[2].removesuffix(".npz"),
+        "dataset": dataset,
         "spread": spread,
         "method": " ".join([method["name"], *special]),
         "epochs": f"{steps} steps" if steps else str(recipe["local"].get("epochs", 1)),

@@ -185,4 +185,5 @@ def refuse_what_is_missing(recipe: Recipe) -> None:
 def optimiser(recipe: Recipe) -> Optimiser:
     """The clients' optimiser, which the server uses too."""
     local = recipe.local
-    return Optimiser(local.lr, local.momentum, local.nesterov, local.weight_decay, local.clip)
+    spares_vectors = local.weight_decay_on == "matrices"
+    return Optimiser(local.lr, local.momentum, local.nesterov, local.weight_decay, local.clip, spares_vectors)

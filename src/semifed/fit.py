@@ -35,6 +35,7 @@ class Optimiser(NamedTuple):
     nesterov: bool = False
     weight_decay: float = 0.0
     clip: float | None = None  # largest norm of the whole gradient
+    spares_vectors: bool = False  # no weight decay on biases, factors and offsets of norms
 
 
 class Fitted(NamedTuple):
@@ -102,6 +103,14 @@ class Descent:
         if options.clip is not None:
             torch.nn.utils.clip_grad_norm_(self._learners.values(), options.clip)
         moved = {name: one for name, one in self._learners.items() if one.grad is not None}
+        if not options.spares_vectors:
+            return self._move(moved, lr, options.weight_decay)
+        vectors = {name: one for name, one in moved.items() if one.ndim < 2}
+        self._move({name: one for name, one in moved.items() if name not in vectors}, lr, options.weight_decay)
+        self._move(vectors, lr, 0.0)
+
+    def _move(self, moved: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> None:
+        options = self._optimiser
         buffers = [self.momentum.get(name) for name in moved]
         sgd(
             list(moved.values()),
@@ -111,7 +120,7 @@ class Descent:
             lr=lr,
             momentum=options.momentum,
             nesterov=options.nesterov,
-            weight_decay=options.weight_decay,
+            weight_decay=weight_decay,
             dampening=0.0,
             maximize=False,
         )

@@ -140,6 +140,7 @@ class LocalTable(Table):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     nesterov: bool = False
     weight_decay: NotNegative = 0.0
+    weight_decay_on: Literal["all", "matrices"] = "all"  # matrices: neither on biases nor on what norms learn
     clip: Positive | None = None
     schedule: Text = "constant"
     keep_optimizer: bool = False

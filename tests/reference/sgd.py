@@ -9,9 +9,18 @@ Array = NDArray[np.float64]
 class Descent:
     """SGD with clipping of the whole gradient, weight decay, momentum and Nesterov's look-ahead."""
 
-    def __init__(self, *, lr: float, momentum: float, nesterov: bool, weight_decay: float, clip: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        clip: float | None,
+        decayed_vectors: bool = True,
+    ) -> None:
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.weight_decay, self.clip = weight_decay, clip
+        self.weight_decay, self.clip, self.decayed_vectors = weight_decay, clip, decayed_vectors
         self.velocity: dict[str, Array] = {}
 
     def step(self, weights: dict[str, Array], gradients: dict[str, Array]) -> None:
@@ -21,7 +30,8 @@ class Descent:
             shrink = min(1.0, self.clip / (norm + 1e-6))
             gradients = {name: gradient * shrink for name, gradient in gradients.items()}
         for name, gradient in gradients.items():
-            direction = gradient + self.weight_decay * weights[name]
+            decayed = weights[name].ndim > 1 or self.decayed_vectors
+            direction = gradient + self.weight_decay * weights[name] if decayed else gradient
             if self.momentum:
                 if name in self.velocity:
                     self.velocity[name] = self.momentum * self.velocity[name] + direction

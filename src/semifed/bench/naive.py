@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from semifed.assembly import Parts
@@ -18,7 +18,7 @@ from semifed.bench.pillow_views import PillowViews
 from semifed.bench.plain_loop import Job, Lap, StepViews, average, new_network, train
 from semifed.data.client import ClientData
 from semifed.process import settle
-from semifed.rng import numpy_stream, stream_seed, torch_stream
+from semifed.rng import Key, numpy_stream, stream_seed, torch_stream
 
 
 def naive_rounds(parts: Parts, steady: int) -> Lap:
@@ -35,8 +35,7 @@ def naive_rounds(parts: Parts, steady: int) -> Lap:
         for client in chosen.tolist():
             data = parts.scenario.client(client)
             own = copy.deepcopy(network)
-            sgd = torch.optim.SGD(own.parameters(), **job.sgd)  # type: ignore[arg-type]
-            done = train(own, _loaded(data, job, round_, client), job, sgd)
+            done = train_naively(own, data, job, round_, client)
             states.append(copy.deepcopy(own.state_dict()))
             counts.append(data.image_count)
             steps, images = steps + done[0], images + done[1]
@@ -45,9 +44,15 @@ def naive_rounds(parts: Parts, steady: int) -> Lap:
     return Lap.between(began, marks, steps, images)
 
 
-def _loaded(data: ClientData, job: Job, round_: int, client: int) -> Iterator[StepViews]:
+def train_naively(network: nn.Module, data: ClientData, job: Job, *address: Key) -> tuple[int, int]:
+    """A client's round with new data loaders, image by image, and PyTorch's SGD; how many steps and images it were."""
+    sgd = torch.optim.SGD(network.parameters(), **job.sgd)  # type: ignore[arg-type]
+    return train(network, _loaded(data, job, *address), job, sgd)
+
+
+def _loaded(data: ClientData, job: Job, *address: Key) -> Iterator[StepViews]:
     """A client's steps from two new data loaders; labelled images are repeated until they fill every batch."""
-    order, views = torch_stream("naive", round_, client), PillowViews(data.views, stream_seed("naive", round_, client))
+    order, views = torch_stream("naive", *address), PillowViews(data.views, stream_seed("naive", *address))
     wanted = job.steps * job.labelled
     repeated = torch.arange(len(data.labelled)).repeat(-(-wanted // len(data.labelled)))[:wanted]
     with_label = LabelledImages(data.images, data.labelled[repeated], data.labels[repeated], views)

@@ -22,8 +22,9 @@ NOTES = (
     "before it (workers, Ray) are left out and are in the JSON file. Ratios are taken turn by turn.",
     "semifed's rounds are those of its real round loop, checkpoints included; nobody else writes any.",
     "Flower's and pfl's clients are plain PyTorch loops on semifed's network, batches and views (of many steps in one "
-    "go) with its SGD, in processes that keep freed memory as its own do, so their rows compare engines; with the "
-    "usual image-by-image augmentation they would pay what the naive loop pays on top.",
+    "go) with its SGD, in processes that keep freed memory as its own do, so their rows compare engines.",
+    "The row of naive clients is Flower with the naive loop's clients, whose processes give freed memory back: what a "
+    "user of Flower runs who takes over a paper's code.",
     "Flower's client app builds its network for each message, as Flower's own examples do; its process keeps the data.",
     "pfl trains one client after the other in one process; several processes must be started by torchrun. It does not "
     "average the statistics of batch norm, which are no parameters, so it has a little less to do.",
@@ -101,12 +102,15 @@ def contestants(workers: int) -> list[Contestant]:
     return [
         *(several if workers > 1 else []),
         alone,
-        Contestant(
-            _plural("Flower simulation, {} Ray actor", workers),
-            workers,
-            partial(_flower_rounds, workers=workers),
-            ("flwr", "ray"),
-            flower,
+        *(
+            Contestant(
+                _plural("Flower simulation, {} Ray actor", workers) + clients,
+                workers,
+                partial(_flower_rounds, workers=workers, naive=bool(clients)),
+                ("flwr", "ray"),
+                flower,
+            )
+            for clients in ("", ", naive clients")
         ),
         *([pfl_several] if workers > 1 else []),
         Contestant("pfl-research, 1 process", 1, partial(_pfl_rounds, processes=1), ("pfl",), pfl),
@@ -146,10 +150,10 @@ def semifed_rounds(parts: Parts, steady: int, workers: int) -> Lap:
     return Lap([one.whole for one in middle], first.whole, run.start_up, first.steps, first.images)
 
 
-def _flower_rounds(parts: Parts, steady: int, workers: int) -> Lap:
+def _flower_rounds(parts: Parts, steady: int, workers: int, naive: bool) -> Lap:
     from semifed.bench.plain_flower import flower_rounds  # Flower is optional
 
-    return flower_rounds(parts, steady, workers)
+    return flower_rounds(parts, steady, workers, naive=naive)
 
 
 def _pfl_rounds(parts: Parts, steady: int, processes: int) -> Lap:

@@ -1,7 +1,7 @@
 """Federated FixMatch as a user of Flower writes it: a client app, a server app that averages, Ray beneath.
 
-What a client computes is plain PyTorch on semifed's batches and views with its SGD, so that a comparison shows the
-engines.
+What a client computes is plain PyTorch: on semifed's batches and views with its SGD, so that a comparison shows the
+engines, or as papers' code has it, image by image from new data loaders, so that it shows what people use now.
 """
 
 import logging
@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from semifed.assembly import Parts, prepare_run
+from semifed.bench.naive import train_naively
 from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, new_network, train
 from semifed.engines import flower
 from semifed.errors import UserError
@@ -31,19 +32,23 @@ def _parts(recipe: str) -> Parts:
     return prepare_run(check_recipe(tomllib.loads(recipe)))
 
 
-def client_app(recipe: str) -> ClientApp:
+def client_app(recipe: str, *, naive: bool) -> ClientApp:
     """Any client: builds the network, takes the weights from the message, trains, sends them back."""
     app = ClientApp()
 
     @app.train()
     def train_once(message: Message, context: Context) -> Message:
-        settle()
+        if not naive:
+            settle()
         parts, client = _parts(recipe), int(context.node_config["partition-id"])
         data, job, network = parts.scenario.client(client), Job.of(parts), new_network(parts)
         received: Any = message.content["arrays"]
         network.load_state_dict(received.to_torch_state_dict())
-        seen = batchwise(data, job, "plain Flower", client, message.metadata.group_id)
-        steps, images = train(network, seen, job, QuickSGD(network.parameters(), **job.sgd))
+        if naive:
+            steps, images = train_naively(network, data, job, client, message.metadata.group_id)
+        else:
+            seen = batchwise(data, job, "plain Flower", client, message.metadata.group_id)
+            steps, images = train(network, seen, job, QuickSGD(network.parameters(), **job.sgd))
         counts = MetricRecord({"num-examples": data.image_count, "steps": steps, "images": images})
         content = RecordDict({"arrays": ArrayRecord(network.state_dict()), "counts": counts})
         return Message(content, reply_to=message)
@@ -51,7 +56,7 @@ def client_app(recipe: str) -> ClientApp:
     return app
 
 
-def flower_rounds(parts: Parts, steady: int, workers: int) -> Lap:
+def flower_rounds(parts: Parts, steady: int, workers: int, *, naive: bool = False) -> Lap:
     """Some rounds in Flower's simulation with so many one-thread actors, and one before them."""
     from flwr import simulation  # it loads Ray
 
@@ -70,7 +75,7 @@ def flower_rounds(parts: Parts, steady: int, workers: int) -> Lap:
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.getLogger("flwr").setLevel(logging.ERROR)
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    clients = client_app(parts.recipe.to_toml())
+    clients = client_app(parts.recipe.to_toml(), naive=naive)
     with flower.ray_started(workers):
         flower.run_simulated(simulation.run_simulation, app, clients, parts.recipe.scenario.clients, backend)
     if failures:
