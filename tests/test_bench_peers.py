@@ -10,11 +10,13 @@ import torch
 from local_grid import run_simulation
 from semifed.assembly import Parts
 from semifed.bench import naive, peers
-from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, fixmatch_loss, new_network, train
+from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, new_network, step_loss, train
 from semifed.bench.workload import Workload
 from semifed.data.client import Batch, Budget, Samples, batches
+from semifed.methods.fedavg import FedAvg
 from semifed.methods.fixmatch_lpl import FixMatchLPL
 from semifed.net import Net
+from semifed.payloads import Nothing
 
 # Each of three clients holds 20 images, 10 of them labelled; semifed drops the last batch of a pass if it has fewer
 # than 8 images, here there is none.
@@ -34,8 +36,9 @@ TINY = Workload(
     images=60,
     tests=20,
 )
+LABELS_ONLY = TINY._replace(name="labels only", overrides=(*TINY.overrides, "method=fedavg"))
 STEPS = 2 * 2  # clients, steps
-IMAGES = STEPS * (5 + 10)
+IMAGES = {FixMatchLPL: STEPS * (5 + 10), FedAvg: STEPS * 5}
 
 needs_pfl = pytest.mark.skipif(find_spec("pfl") is None, reason="pfl is not installed")
 
@@ -45,14 +48,20 @@ def parts(tmp_path: Path) -> Parts:
     return TINY.parts(tmp_path)
 
 
-def assert_same_work(lap: Lap, steady: int) -> None:
-    assert (lap.steps, lap.images) == (STEPS, IMAGES)
+@pytest.fixture(params=[TINY, LABELS_ONLY], ids=lambda load: load.name)
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Parts:
+    load: Workload = request.param
+    return load.parts(tmp_path)
+
+
+def assert_same_work(lap: Lap, steady: int, method: type = FixMatchLPL) -> None:
+    assert (lap.steps, lap.images) == (STEPS, IMAGES[method])
     assert len(lap.seconds) == steady
     assert min(*lap.seconds, lap.first) > 0
 
 
-def test_semifed_does_the_work(parts: Parts) -> None:
-    assert_same_work(peers.semifed_rounds(parts, 2, workers=1), 2)
+def test_semifed_does_the_work(either: Parts) -> None:
+    assert_same_work(peers.semifed_rounds(either, 2, workers=1), 2, type(either.method))
 
 
 @pytest.mark.slow
@@ -60,17 +69,17 @@ def test_two_workers_do_the_work(parts: Parts) -> None:
     assert_same_work(peers.semifed_rounds(parts, 1, workers=2), 1)
 
 
-def test_the_naive_loop_does_the_work(parts: Parts) -> None:
-    assert_same_work(naive.naive_rounds(parts, 2), 2)
+def test_the_naive_loop_does_the_work(either: Parts) -> None:
+    assert_same_work(naive.naive_rounds(either, 2), 2, type(either.method))
 
 
 @pytest.mark.parametrize("naive", [False, True])
-def test_plain_flower_does_the_work(parts: Parts, monkeypatch: pytest.MonkeyPatch, naive: bool) -> None:
+def test_plain_flower_does_the_work(either: Parts, monkeypatch: pytest.MonkeyPatch, naive: bool) -> None:
     from semifed.bench.plain_flower import flower_rounds
 
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
     monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
-    assert_same_work(flower_rounds(parts, 2, workers=1, naive=naive), 2)
+    assert_same_work(flower_rounds(either, 2, workers=1, naive=naive), 2, type(either.method))
 
 
 @pytest.mark.slow
@@ -87,10 +96,10 @@ def test_plain_flower_does_the_work_on_ray_and_ends_it(parts: Parts, naive: bool
 
 @needs_pfl
 @pytest.mark.filterwarnings("ignore")  # pfl's own
-def test_plain_pfl_does_the_work(parts: Parts) -> None:
+def test_plain_pfl_does_the_work(either: Parts) -> None:
     from semifed.bench.plain_pfl import pfl_rounds
 
-    assert_same_work(pfl_rounds(parts, 2), 2)
+    assert_same_work(pfl_rounds(either, 2), 2, type(either.method))
 
 
 @needs_pfl
@@ -112,7 +121,17 @@ def test_the_plain_loss_is_that_of_the_method(parts: Parts) -> None:
     for threshold in (0.0, 0.1, 0.95):
         method = FixMatchLPL(threshold=threshold)
         ours = method.loss(Net(network, "tracked"), Batch(samples, unlabelled), None)  # type: ignore[arg-type]
-        torch.testing.assert_close(fixmatch_loss(network, seen, threshold), ours.value)
+        told = Job.of(parts)._replace(threshold=threshold)
+        torch.testing.assert_close(step_loss(network, seen, told), ours.value)
+
+
+def test_the_plain_loss_of_labels_is_that_of_fedavg(tmp_path: Path) -> None:
+    parts = LABELS_ONLY.parts(tmp_path)
+    (seen, *_) = batchwise(parts.scenario.client(0), Job.of(parts), 1)
+    (batch, *_) = batches(parts.scenario.client(0), Budget(None, 2, 5, 2), (1,))
+    network = new_network(parts)
+    ours = FedAvg().loss(Net(network, "tracked"), batch, Nothing())
+    torch.testing.assert_close(step_loss(network, seen, Job.of(parts)), ours.value)
 
 
 def test_peers_see_what_semifeds_clients_see(parts: Parts) -> None:
@@ -147,8 +166,8 @@ def test_images_are_averaged_by_count() -> None:
 
 
 def test_a_plain_loop_refuses_other_methods(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="fixmatch-lpl"):
-        Job.of(TINY._replace(overrides=(*TINY.overrides, "method=fedavg")).parts(tmp_path))
+    with pytest.raises(ValueError, match="fixmatch-lpl and fedavg"):
+        Job.of(TINY._replace(overrides=(*TINY.overrides, "method=fedprox")).parts(tmp_path))
 
 
 def test_the_table_says_who_is_missing_and_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ CASES = {
     "detector, areas of unequal size": Case("openfl", {"name": "resnet8", "width": 0.25, "input_size": 5}),
     "one more class, areas of equal size": Case("fedscomatch", CNN | {"input_size": 4}),
     "subspace": Case("fedprosub", CNN),
+    "dense": Case("fedfixmatch", {"name": "dense-cnn", "width": [6]}, channels=3, size=(8, 10)),
 }
 SMALLEST = Case("fed-simgcd", {"name": "adapter", "width": [6], "head": "cosine"}, channels=3)
 SLOW = {

@@ -16,7 +16,8 @@ from semifed.models import BatchNorm, HeadSpec, Network, build_network, network,
 
 Array = NDArray[np.float64]
 SSB = {"ova": "mlp3(1024)"}
-DRAWN = ["cnn", "resnet8", "wrn-28-2"]  # of convolutions and batch norms, all of it trained from scratch
+DRAWN = ["cnn", "dense-cnn", "resnet8", "wrn-28-2"]  # all of it trained from scratch
+NARROW: dict[str, Any] = {"cnn": [4, 6, 8], "dense-cnn": [8], "resnet8": 0.5, "wrn-28-2": 0.5}
 
 
 def build(name: str, seed: int = 0, **options: Any) -> Network:
@@ -47,8 +48,10 @@ def test_resnet8_has_the_size_of_sage(classes: int, count: int) -> None:
     assert parameter_count(build("resnet8", classes=classes)) == count
 
 
-@pytest.mark.parametrize(("size", "side"), [((32, 32), 16), ((12, 9), 3), ((8, 8), 8)])
-@pytest.mark.parametrize(("name", "width"), [("cnn", (4, 4, 4)), ("resnet8", 0.25), ("wrn-28-2", 0.25)])
+@pytest.mark.parametrize(("size", "side"), [((32, 32), 16), ((24, 18), 6), ((8, 8), 8)])
+@pytest.mark.parametrize(
+    ("name", "width"), [("cnn", (4, 4, 4)), ("dense-cnn", (5,)), ("resnet8", 0.25), ("wrn-28-2", 0.25)]
+)
 def test_larger_images_are_seen_as_means_over_areas(
     name: str, width: float | tuple[int, ...], size: tuple[int, int], side: int
 ) -> None:
@@ -103,6 +106,11 @@ def test_cnn_has_the_sizes_of_the_specification() -> None:
     small = build("cnn", channels=1, size=(28, 28), classes=6, width=[16, 32, 64])
     assert parameter_count(small.backbone) == 23_408
     assert small.backbone.features == 64
+
+
+def test_dense_cnn_has_the_size_of_pfls_benchmark() -> None:
+    assert parameter_count(build("dense-cnn")) == 1_626_442
+    assert build("dense-cnn", width=[7]).backbone.features == 7
 
 
 def test_width_scales_the_residual_networks() -> None:
@@ -167,6 +175,15 @@ class Reference:
             x = pooled
         return spatial_mean(x)
 
+    def dense_cnn(self, x: Array) -> Array:
+        for layer in range(2):
+            # Without padding: the padded result but for its border.
+            inner = self.conv(x, f"convs.{layer}")[:, :, 1:-1, 1:-1]
+            x = np.maximum(inner + self.state[f"backbone.convs.{layer}.bias"][:, None, None], 0)
+        height, breadth = (side // 2 for side in x.shape[2:])
+        blocks = x[:, :, : 2 * height, : 2 * breadth].reshape(*x.shape[:2], height, 2, breadth, 2)
+        return np.maximum(self.dense(blocks.max((3, 5)).reshape(len(x), -1), "backbone.hidden"), 0)
+
     def resnet8(self, x: Array) -> Array:
         x = np.maximum(self.norm(self.conv(x, "conv"), "norm"), 0)
         for block, stride in enumerate((1, 2, 2)):
@@ -201,6 +218,7 @@ class Reference:
 
 FORWARDS: list[tuple[str, Any, Callable[[Reference, Array], Array]]] = [
     ("cnn", [4, 6, 5], Reference.cnn),
+    ("dense-cnn", [40], Reference.dense_cnn),
     ("resnet8", 0.25, Reference.resnet8),
     ("wrn-28-2", 0.5, Reference.wrn),
 ]
@@ -269,10 +287,15 @@ def test_a_head_spec_may_stand_for_its_words() -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("size", [(8, 8), (28, 28), (32, 32), (5, 31), (3, 3), (1, 1)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, size) for name in DRAWN for size in [(8, 8), (28, 28), (32, 32), (6, 31)]),
+        *((name, size) for name in DRAWN if name != "dense-cnn" for size in [(5, 31), (3, 3), (1, 1)]),
+    ],
+)
 def test_every_image_size_gives_features(name: str, size: tuple[int, int]) -> None:
-    net = build(name, channels=1, size=size, width=[4, 4, 8] if name == "cnn" else 0.5)
+    net = build(name, channels=1, size=size, width=NARROW[name])
     for training in (True, False):
         output = net.train(training)(torch.randn(2, 1, *size))
         assert output.features.shape == (2, net.backbone.features)
@@ -288,8 +311,7 @@ def test_digits_shrink_to_one_pixel_by_three_pools() -> None:
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("mode", ["tracked", "static"])
 def test_gradients_reach_every_parameter(name: str, mode: str) -> None:
-    width = [4, 6, 8] if name == "cnn" else 0.5
-    net = build(name, size=(16, 16), width=width, head="mlp2(32)", further={"ova": "mlp2(32)", "z": 8})
+    net = build(name, size=(16, 16), width=NARROW[name], head="mlp2(32)", further={"ova": "mlp2(32)", "z": 8})
     set_batchnorm(net, mode)
     generator = torch.Generator().manual_seed(4)
     output = net(torch.randn(8, 3, 16, 16, generator=generator))
@@ -382,7 +404,7 @@ def test_wrn_heads_are_xavier_normal_with_zero_bias() -> None:
     assert pooled_pvalue(scaled, stats.norm) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet8"])
+@pytest.mark.parametrize("name", ["cnn", "dense-cnn", "resnet8"])
 def test_linear_layers_are_drawn_as_pytorch_does(name: str) -> None:
     net = build(name, head="mlp2(128)", further={"z": 64})
     linears = [layer for layer in net.modules() if isinstance(layer, nn.Linear)]
@@ -404,6 +426,14 @@ def test_resnet8_classifier_of_sage_lies_within_a_sixteenth() -> None:
     weight = build("resnet8").classifier.weight
     assert isinstance(weight, Tensor)
     assert 0.95 / 16 < weight.abs().max() <= 1 / 16
+
+
+def test_biases_of_convs_are_drawn_as_pytorch_does() -> None:
+    convs = [layer for layer in build("dense-cnn").modules() if isinstance(layer, nn.Conv2d)]
+    biases = [layer.bias.detach() * layer.weight[0].numel() ** 0.5 for layer in convs if layer.bias is not None]
+    assert [len(bias) for bias in biases] == [32, 64]
+    assert max(bias.abs().max().item() for bias in biases) <= 1 + 1e-6
+    assert pooled_pvalue(biases, stats.uniform(-1, 2)) > 1e-3
 
 
 def test_cnn_convs_are_drawn_as_pytorch_does() -> None:
@@ -477,6 +507,8 @@ def test_state_holds_float32_tensors_only(name: str) -> None:
         ({"name": "wrn-28-2", "width": "wide"}, ["model.width", "'wide'"]),
         ({"name": "adapter", "width": 256}, ["model.width", "[256]", "not 256"]),
         ({"name": "adapter", "width": [256, 64]}, ["model.width", "[256]"]),
+        ({"name": "dense-cnn", "width": 128}, ["model.width", "dense-cnn", "not 128"]),
+        ({"name": "dense-cnn", "size": (5, 9)}, ["dense-cnn", "at least 6 x 6", "(5, 9)"]),
         ({"name": "adaptor"}, ["model.name", "did you mean 'adapter'?"]),
     ],
 )

@@ -49,9 +49,9 @@ def defence(text: str) -> list[Step]:
 
 def change_norms(updates: Sequence[Any], received: Weights) -> Tensor:
     """How far each update is from what the clients received: the norm over all weights, [updates]."""
-    start = {names: _flat(received[name] for name in names) for names in {tuple(one.weights) for one in updates}}
-    changes = (_flat(one.weights.values()) - start[tuple(one.weights)] for one in updates)
-    return torch.tensor([float(torch.linalg.vector_norm(change)) for change in changes])
+    start = {names: _joined(received[name] for name in names) for names in {tuple(one.weights) for one in updates}}
+    changes = (_joined(one.weights.values()) - start[tuple(one.weights)] for one in updates)
+    return torch.tensor([float(torch.linalg.vector_norm(change, dtype=torch.float64)) for change in changes])
 
 
 def absurd(updates: Sequence[Any], received: Weights) -> list[str | None]:
@@ -161,10 +161,16 @@ def _change(weights: Weights, received: Weights) -> Tensor:
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """All numbers one after the other, in double precision."""
+    return _joined(tensors).double()
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers one after the other, in their own precision."""
     parts = [tensor.flatten() for tensor in tensors]
-    if len({part.dtype for part in parts}) != 1:  # there is no type between float32 and int64 that keeps both
+    kinds = {part.dtype for part in parts}
+    if len(kinds) != 1 or not kinds.pop().is_floating_point:  # nothing between float32 and int64 keeps both
         parts = [torch.zeros(0, dtype=torch.float64), *(part.double() for part in parts)]
-    return torch.cat(parts).double()
+    return torch.cat(parts)
 
 
 def _scaled(weights: Weights, received: Weights, factor: float) -> Weights:

@@ -56,8 +56,12 @@ def _loaded(data: ClientData, job: Job, *address: Key) -> Iterator[StepViews]:
     wanted = job.steps * job.labelled
     repeated = torch.arange(len(data.labelled)).repeat(-(-wanted // len(data.labelled)))[:wanted]
     with_label = LabelledImages(data.images, data.labelled[repeated], data.labels[repeated], views)
-    without = UnlabelledImages(data.images, data.unlabelled, views)
     labelled: Any = iter(DataLoader(with_label, job.labelled, shuffle=True, num_workers=0, generator=order))
+    if not job.unlabelled:
+        nothing = torch.empty(0)
+        yield from (StepViews(images, labels, nothing, nothing) for images, labels in labelled)
+        return
+    without = UnlabelledImages(data.images, data.unlabelled, views)
     loader: DataLoader[Any] = DataLoader(without, job.unlabelled, shuffle=True, num_workers=0, generator=order)
     unlabelled = iter(loader)
     for _ in range(job.steps):

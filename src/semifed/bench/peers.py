@@ -14,7 +14,7 @@ from semifed.bench.naive import naive_rounds
 from semifed.bench.plain_loop import Job, Lap
 from semifed.bench.rounds import run_rounds
 from semifed.bench.work import work_of
-from semifed.bench.workload import FIXMATCH_CNN, MANY_SMALL, Workload
+from semifed.bench.workload import FEDAVG_DENSE, FIXMATCH_CNN, MANY_SMALL, Workload
 
 STEADY = 2  # rounds of a turn that count
 NOTES = (
@@ -50,8 +50,9 @@ class Contestant(NamedTuple):
 
 
 def against_peers(folder: Path, turns: int, workers: int) -> list[Table]:
-    """Clients that train for seconds, where networks decide, and many that train for moments, where engines do."""
-    return [compared(load, folder, turns, workers, STEADY) for load in (FIXMATCH_CNN, MANY_SMALL)]
+    """Clients that train for seconds, where networks decide, many that train for moments, where engines do, and many
+    with large networks, where what is sent counts too."""
+    return [compared(load, folder, turns, workers, STEADY) for load in (FIXMATCH_CNN, MANY_SMALL, FEDAVG_DENSE)]
 
 
 def compared(workload: Workload, folder: Path, turns: int, workers: int, steady: int) -> Table:
@@ -73,9 +74,9 @@ def compared(workload: Workload, folder: Path, turns: int, workers: int, steady:
         name=f"peers: {workload.name}",
         title=f"Against peers on the same work: {workload.name}",
         work=(
-            f"a round of {parts.recipe.cohort_size} clients, {job.steps} steps each of {job.labelled} "
-            f"labelled and up to {job.unlabelled} unlabelled images, weak and strong views: {work.told()}; "
-            "one thread a process"
+            f"a round of {parts.recipe.cohort_size} clients, {job.steps} steps each of {job.labelled} labelled "
+            f"{f'and up to {job.unlabelled} unlabelled images, weak and strong' if job.unlabelled else 'images, weak'} "
+            f"views: {work.told()}; one thread a process"
         ),
         header=("contestant", "cores", "seconds a round", *(f"{name}: times as fast" for name in ours)),
         rows=[_row(one, seconds, ours) for one in everyone],

@@ -1,4 +1,4 @@
-"""Federated FixMatch as a user of Flower writes it: a client app, a server app that averages, Ray beneath.
+"""Federated training as a user of Flower writes it: a client app, a server app that averages, Ray beneath.
 
 What a client computes is plain PyTorch: on semifed's batches and views with its SGD, so that a comparison shows the
 engines, or as papers' code has it, image by image from new data loaders, so that it shows what people use now.

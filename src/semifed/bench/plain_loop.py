@@ -1,4 +1,4 @@
-"""Federated FixMatch in plain PyTorch: the pieces that users of a framework write themselves.
+"""Federated FixMatch and FedAvg in plain PyTorch: the pieces that users of a framework write themselves.
 
 Where a comparison is to show engines, what engines do not decide is semifed's: batches, views of many steps computed in
 one go, and the formula of SGD. The naive loop has none of that.
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from semifed.assembly import Parts, build_net
 from semifed.data.client import Budget, ClientData, batches
 from semifed.fit import Descent, Optimiser
+from semifed.methods.fedavg import FedAvg
 from semifed.methods.fixmatch_lpl import FixMatchLPL
 from semifed.rng import Key
 
@@ -41,7 +42,7 @@ class Lap(NamedTuple):
 
 
 class StepViews(NamedTuple):
-    """What one step of FixMatch sees."""
+    """What one step sees; FedAvg nothing but labelled images."""
 
     labelled: Tensor  # weak views, float32 [n, c, h, w]
     labels: Tensor  # [n]
@@ -54,18 +55,22 @@ class Job(NamedTuple):
 
     steps: int
     labelled: int  # images a step
-    unlabelled: int
-    threshold: float
+    unlabelled: int  # none: FedAvg
+    threshold: float  # of FixMatch
     sgd: dict[str, float]
 
     @classmethod
     def of(cls, parts: Parts) -> "Job":
-        """From a recipe with FixMatch and a number of steps."""
+        """From a recipe with FixMatch or FedAvg and a number of steps."""
         local, method = parts.recipe.local, parts.method
-        if not isinstance(method, FixMatchLPL) or local.steps is None:
-            raise ValueError("plain loops are written for fixmatch-lpl with local.steps")
+        if local.steps is None:
+            raise ValueError("plain loops are written for local.steps")
         sgd = {"lr": local.lr, "momentum": local.momentum, "weight_decay": local.weight_decay}
-        return cls(local.steps, local.batch, local.batch * local.unlabelled_ratio, method.threshold, sgd)
+        if isinstance(method, FixMatchLPL):
+            return cls(local.steps, local.batch, local.batch * local.unlabelled_ratio, method.threshold, sgd)
+        if type(method) is FedAvg:
+            return cls(local.steps, local.batch, 0, 1.0, sgd)
+        raise ValueError("plain loops are written for fixmatch-lpl and fedavg")
 
 
 def new_network(parts: Parts) -> nn.Module:
@@ -75,12 +80,14 @@ def new_network(parts: Parts) -> nn.Module:
     return network
 
 
-def fixmatch_loss(network: nn.Module, seen: StepViews, threshold: float) -> Tensor:
-    """FixMatch's loss with the local model's labels, one pass over all views."""
+def step_loss(network: nn.Module, seen: StepViews, job: Job) -> Tensor:
+    """FixMatch's loss with the local model's labels, one pass over all views, or FedAvg's."""
+    if not job.unlabelled:
+        return F.cross_entropy(network(seen.labelled).logits, seen.labels)
     logits = network(torch.cat([seen.labelled, seen.weak, seen.strong])).logits
     own, weak, strong = logits.split([len(seen.labelled), len(seen.weak), len(seen.strong)])
     confidence, label = weak.detach().softmax(dim=1).max(dim=1)
-    sure = (confidence >= threshold).float()
+    sure = (confidence >= job.threshold).float()
     consistency = (F.cross_entropy(strong, label, reduction="none") * sure).mean()
     loss: Tensor = F.cross_entropy(own, seen.labels) + consistency
     return loss
@@ -118,7 +125,7 @@ def train(network: nn.Module, seen_by_steps: Iterator[StepViews], job: Job, sgd:
     network.train()
     steps = images = 0
     for seen in seen_by_steps:
-        loss = fixmatch_loss(network, seen, job.threshold)
+        loss = step_loss(network, seen, job)
         sgd.zero_grad()
         loss.backward()
         sgd.step()
@@ -139,6 +146,8 @@ def average(states: Sequence[Mapping[str, Tensor]], images: Sequence[int]) -> di
 
 def batchwise(data: ClientData, job: Job, *address: Key) -> Iterator[StepViews]:
     """A client's steps with semifed's batches and views: what is left to compare is the engine."""
-    budget = Budget(None, job.steps, job.labelled, job.unlabelled // job.labelled)
+    budget = Budget(None, job.steps, job.labelled, max(1, job.unlabelled // job.labelled))
+    nothing = torch.empty(0)
     for labelled, unlabelled in batches(data, budget, address):
-        yield StepViews(labelled.weak, labelled.labels, unlabelled.weak, unlabelled.strong)
+        weak, strong = (unlabelled.weak, unlabelled.strong) if job.unlabelled else (nothing, nothing)
+        yield StepViews(labelled.weak, labelled.labels, weak, strong)

@@ -1,6 +1,6 @@
 # pfl is optional, and has no types.
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""Federated FixMatch as a user of pfl-research writes it: a module with a loss, a federated data set, its own FedAvg.
+"""Federated training as a user of pfl-research writes it: a module with a loss, a federated data set, its own FedAvg.
 
 What a client computes is plain PyTorch on semifed's batches and views with its SGD, so that a comparison shows the
 engines. pfl works in one process, or in several that torchrun starts and that add up their sums:
@@ -37,7 +37,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from semifed.assembly import Parts, prepare_run
-from semifed.bench.plain_loop import Job, Lap, QuickSGD, StepViews, batchwise, fixmatch_loss, new_network
+from semifed.bench.plain_loop import Job, Lap, QuickSGD, StepViews, batchwise, new_network, step_loss
 from semifed.data.client import ClientData
 from semifed.durable import write_atomically
 from semifed.errors import UserError
@@ -61,7 +61,7 @@ class TwoKinds(Dataset):
         return batchwise(self._data, self._job, "plain pfl", *self._address)
 
 
-class FixMatchModule(nn.Module):
+class TrainedModule(nn.Module):
     """The network with its loss, as pfl asks for it."""
 
     def __init__(self, network: nn.Module, job: Job) -> None:
@@ -72,7 +72,7 @@ class FixMatchModule(nn.Module):
     def loss(self, labelled: Tensor, labels: Tensor, weak: Tensor, strong: Tensor) -> Tensor:
         """What a step minimises."""
         self.steps, self.images = self.steps + 1, self.images + len(labelled) + len(weak)
-        return fixmatch_loss(self.network, StepViews(labelled, labels, weak, strong), self._job.threshold)
+        return step_loss(self.network, StepViews(labelled, labels, weak, strong), self._job)
 
     def metrics(self, labelled: Tensor, labels: Tensor, weak: Tensor, strong: Tensor) -> dict[str, Any]:
         """Next to nothing: pfl insists on measuring in the first round, which does not count."""
@@ -101,7 +101,7 @@ def pfl_rounds(parts: Parts, steady: int) -> Lap:
     settle()
     began = perf_counter()
     job, recipe = Job.of(parts), parts.recipe
-    module = FixMatchModule(new_network(parts).train(), job)
+    module = TrainedModule(new_network(parts).train(), job)
     model = PyTorchModel(
         module,
         lambda parameters, lr: QuickSGD(parameters, **{**job.sgd, "lr": lr}),
@@ -132,9 +132,9 @@ def pfl_rounds(parts: Parts, steady: int) -> Lap:
                 local_num_epochs=None,
                 local_num_steps=job.steps,
                 local_learning_rate=job.sgd["lr"],
-                local_batch_size=job.unlabelled,
+                local_batch_size=job.labelled,
             ),
-            model_eval_params=NNEvalHyperParams(local_batch_size=job.unlabelled),
+            model_eval_params=NNEvalHyperParams(local_batch_size=job.labelled),
             callbacks=[clock],
             send_metrics_to_platform=False,
         )

@@ -72,4 +72,16 @@ MANY_SMALL = FIXMATCH_CNN._replace(
     name="FixMatch, CNN 16-32-64, many small clients",
     overrides=(*FIXMATCH_CNN.overrides, "clients_per_round=50", "local.steps=2", "local.batch=8"),
 )
+# The shape of pfl-research's published benchmark: clients of 50 images, 50 a round, one pass in batches of ten.
+FEDAVG_DENSE = Workload(
+    "FedAvg, CNN of 1.6 million weights",
+    "sage/cifar10-mini",
+    (
+        *("method=fedavg", "scenario.clients=200", "clients_per_round=50", "scenario.subset=10000"),
+        *("scenario.labelled_per_class=1000", "model.name=dense-cnn", "model.width=[128]", "model.input_size=32"),
+        *("local.steps=5", "local.batch=10", "local.momentum=0", "local.lr=0.1", "local.weight_decay=0"),
+    ),
+    CIFAR,
+    images=10_000,
+)
 AGAINST_FLOOR = (FIXMATCH_CNN, FIXMATCH_RESNET, OPENFL_CNN, OPENFL_ONE_EPOCH, SAGE_CNN, SAGE_RESNET)

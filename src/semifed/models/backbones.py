@@ -1,4 +1,4 @@
-"""Backbones from images to features: a three-block CNN, ResNet-8, WRN-28, and raw pixels with an adapter."""
+"""Backbones from images to features: two CNNs, ResNet-8, WRN-28, and raw pixels with an adapter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,6 +109,29 @@ class CNN(Convolutional):
         return maps.mean((2, 3))
 
 
+class DenseCNN(Convolutional):
+    """conv 3x3 - ReLU, twice, without padding, max-pool 2, a hidden layer of `width` units (in a list), ReLU.
+
+    The network of cross-device benchmarks (Reddi et al. 2021, without its dropout; pfl-research): most of its weights
+    are in the hidden layer, so it costs little to train and much to send.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        if min(self.size) < 6:
+            raise UserError(f"model.name: dense-cnn needs images of at least 6 x 6 pixels, not {self.size}")
+        self.convs = nn.ModuleList([nn.Conv2d(setting.channels, 32, 3), nn.Conv2d(32, 64, 3)])
+        height, breadth = ((side - 4) // 2 for side in self.size)
+        self.features = _hidden_units((128,) if setting.width is None else setting.width, "dense-cnn")
+        self.hidden = nn.Linear(64 * height * breadth, self.features)
+
+    def trainable_part(self, maps: Tensor) -> Tensor:
+        """Features [n, features] of images [n, channels, h, w]."""
+        for conv in self.convs:
+            maps = F.relu(conv(maps), inplace=True)
+        return F.relu(self.hidden(F.max_pool2d(maps, 2).flatten(1)), inplace=True)
+
+
 class ResNet8(Convolutional):
     """The CIFAR ResNet of 6n+2 layers with n = 1 (He et al. 2016), `width` times as wide; SAGE uses 4."""
 
@@ -211,7 +234,7 @@ class Adapter(Backbone):
         super().__init__()
         height, breadth = setting.size
         self.features = setting.channels * height * breadth
-        hidden = _hidden_units((256,) if setting.width is None else setting.width)
+        hidden = _hidden_units((256,) if setting.width is None else setting.width, "adapter")
         self.layers = nn.Sequential(
             nn.Linear(self.features, hidden), nn.ReLU(inplace=True), ZeroLinear(hidden, self.features)
         )
@@ -253,11 +276,11 @@ def _block_widths(width: Width) -> tuple[int, int, int]:
     )
 
 
-def _hidden_units(width: Width) -> int:
+def _hidden_units(width: Width, name: str) -> int:
     match width:
         case [int(units)] if units > 0:
             return units
-    raise UserError(f"model.width: expected the hidden units of the adapter, such as [256], not {width!r}")
+    raise UserError(f"model.width: expected the hidden units of the {name}, such as [256], not {width!r}")
 
 
 def _stage_widths(width: Width) -> tuple[int, int, int]:

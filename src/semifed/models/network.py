@@ -12,6 +12,7 @@ from semifed.models.backbones import (
     CNN,
     Adapter,
     Backbone,
+    DenseCNN,
     Normalisation,
     ResNet8,
     Setting,
@@ -108,6 +109,13 @@ _FAMILIES = {
     "cnn": _Family(
         "three conv blocks, width = their channels (default [32, 64, 128]); quick on a CPU",
         CNN,
+        _uniform_fan_in,
+        _uniform_fan_in,
+        zero_bias=False,
+    ),
+    "dense-cnn": _Family(
+        "two conv layers and a hidden one, width = its units (default [128]); light to train, heavy to send",
+        DenseCNN,
         _uniform_fan_in,
         _uniform_fan_in,
         zero_bias=False,
@@ -226,10 +234,9 @@ def _initialise(network: Network, family: _Family, generator: torch.Generator) -
                 module.reset(generator)
             case BatchNorm() | Subspace() | ZeroLinear():
                 module.reset()
-            case nn.Conv2d():
-                family.conv(module.weight, generator)
-            case nn.Linear():
-                family.linear(module.weight, generator)
+            case nn.Conv2d() | nn.Linear():
+                draw = family.conv if isinstance(module, nn.Conv2d) else family.linear
+                draw(module.weight, generator)
                 if module.bias is not None:
-                    bound = 0.0 if family.zero_bias else module.in_features**-0.5
+                    bound = 0.0 if family.zero_bias else module.weight[0].numel() ** -0.5
                     init.uniform_(module.bias, -bound, bound, generator=generator)
