@@ -508,7 +508,7 @@ def test_state_holds_float32_tensors_only(name: str) -> None:
         ({"name": "adapter", "width": 256}, ["model.width", "[256]", "not 256"]),
         ({"name": "adapter", "width": [256, 64]}, ["model.width", "[256]"]),
         ({"name": "dense-cnn", "width": 128}, ["model.width", "dense-cnn", "not 128"]),
-        ({"name": "dense-cnn", "size": (5, 9)}, ["dense-cnn", "at least 6 x 6", "(5, 9)"]),
+        ({"name": "dense-cnn", "size": (5, 9)}, ["dense-cnn", "at least 6 x 6", "not 5 x 9"]),
         ({"name": "adaptor"}, ["model.name", "did you mean 'adapter'?"]),
     ],
 )

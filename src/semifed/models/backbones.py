@@ -118,12 +118,12 @@ class DenseCNN(Convolutional):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        if min(self.size) < 6:
-            raise UserError(f"model.name: dense-cnn needs images of at least 6 x 6 pixels, not {self.size}")
+        height, breadth = self.size
+        if min(height, breadth) < 6:
+            raise UserError(f"model.name: dense-cnn needs images of at least 6 x 6 pixels, not {height} x {breadth}")
         self.convs = nn.ModuleList([nn.Conv2d(setting.channels, 32, 3), nn.Conv2d(32, 64, 3)])
-        height, breadth = ((side - 4) // 2 for side in self.size)
         self.features = _hidden_units((128,) if setting.width is None else setting.width, "dense-cnn")
-        self.hidden = nn.Linear(64 * height * breadth, self.features)
+        self.hidden = nn.Linear(64 * ((height - 4) // 2) * ((breadth - 4) // 2), self.features)
 
     def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
