@@ -261,7 +261,7 @@ def by_hand(here: World) -> tuple[Net, Net]:
     nets[1].load(
         {name: here.method.persistence * old[name] + (1 - here.method.persistence) * new[name] for name in new}
     )
-    _, momentum, _, decay, clip = place.optimiser
+    momentum, decay, clip = place.optimiser.momentum, place.optimiser.weight_decay, place.optimiser.clip
     sgds = [torch.optim.SGD(n.network.parameters(), lr=LR, momentum=momentum, weight_decay=decay) for n in nets]
     for net in nets:
         net.network.train()
