@@ -38,15 +38,21 @@ def around(directions: Tensor, each: int, spread: float, seed: int = 0) -> tuple
 NONE = torch.full((40,), -1)
 
 
-def first_neighbour_groups(points: np.ndarray) -> list[int]:
-    """Components of the graph of first neighbours, by spreading the smallest number along every link."""
+def first_neighbour_groups(points: np.ndarray, labels: list[int]) -> list[int]:
+    """Components of first neighbours, or of images of the same label, by spreading the smallest number along links."""
     unit = points / np.linalg.norm(points, axis=1, keepdims=True)
     similarity = unit @ unit.T
     np.fill_diagonal(similarity, -9)
     first = similarity.argmax(axis=1)
     group = list(range(len(points)))
+    linked = [
+        (i, j)
+        for i in range(len(points))
+        for j in range(len(points))
+        if (j == first[i] if labels[i] < 0 else labels[i] == labels[j])
+    ]
     for _ in points:
-        for i, j in enumerate(first):
+        for i, j in linked:
             group[i] = group[j] = min(group[i], group[j])
     return group
 
@@ -58,7 +64,27 @@ def same_partition(one: Tensor, other: list[int]) -> bool:
 
 def test_finchs_finest_level_are_components_of_first_neighbours() -> None:
     points, _ = around(drawn(5, 6, seed=4), 8, 0.6)
-    assert same_partition(finch(points, NONE)[0], first_neighbour_groups(points.numpy()))
+    assert same_partition(finch(points, NONE)[0], first_neighbour_groups(points.numpy(), NONE.tolist()))
+
+
+@pytest.mark.parametrize("classes", [1, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_group_of_the_finest_level_has_two_labels(classes: int, seed: int) -> None:
+    points = drawn(40, 3, seed=seed)  # classes that overlap: the first neighbour is of another label more often than not
+    labels = torch.where(drawn(40, seed=seed + 9) > 0, torch.arange(40) % classes, -1)
+    labels[0] = classes  # alone with its label: linked to nothing by itself
+    finest = finch(points, labels)[0]
+    assert same_partition(finest, first_neighbour_groups(points.numpy(), labels.tolist()))
+    named = labels >= 0
+    assert same_partition(finest[named], labels[named].tolist())
+
+
+def test_classes_that_overlap_are_not_taken_for_one_group() -> None:
+    """One labelled image beside one of another class once joined both, at every level: all known classes were one."""
+    points, truth = around(torch.eye(4), 10, 0.4)
+    labels = torch.where(torch.arange(40) % 2 == 0, truth, -1)
+    groups = local_groups(points, labels, 4)
+    assert len(groups[labels >= 0].unique()) == 4
 
 
 def test_levels_of_finch_are_nested_and_find_clear_groups() -> None:

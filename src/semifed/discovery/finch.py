@@ -14,8 +14,9 @@ from semifed.prototypes import class_sums
 def finch(points: Tensor, labels: Tensor) -> list[Tensor]:
     """Partitions [n] of points [n, d] by cosine, from the finest to the coarsest that is not one group alone.
 
-    Images that share a label (−1 for none) are linked from the start. A single group is returned only if there is
-    nothing finer.
+    An image with a label (−1 for none) is linked to the others of its label in place of its first neighbour: in the
+    finest partition all images of a label are in one group, and no group has two labels. A single group is returned
+    only if there is nothing finer.
     """
     member = _components(unit(points), labels)
     levels = [member]
@@ -33,11 +34,10 @@ def _components(vectors: Tensor, labels: Tensor) -> Tensor:
     if count < 2:
         return torch.zeros(count, dtype=torch.int64)
     first = nearest_neighbours(vectors, 1).node[:, 0].numpy()
-    order = torch.argsort(labels, stable=True)
-    order = order[labels[order] >= 0]
-    same = (labels[order[1:]] == labels[order[:-1]]).numpy() if len(order) else np.empty(0, bool)
-    chained = order.numpy()
-    rows = np.concatenate([np.arange(count), chained[:-1][same]])
-    columns = np.concatenate([first, chained[1:][same]])
+    unnamed = (labels < 0).nonzero()[:, 0].numpy()
+    chained = torch.argsort(labels, stable=True)[len(unnamed) :]
+    same = (labels[chained[1:]] == labels[chained[:-1]]).numpy()
+    rows = np.concatenate([unnamed, chained[:-1][same].numpy()])
+    columns = np.concatenate([first[unnamed], chained[1:][same].numpy()])
     graph = coo_array((np.ones(len(rows)), (rows, columns)), shape=(count, count))
     return torch.from_numpy(connected_components(graph, directed=False)[1].astype(np.int64))
