@@ -70,7 +70,7 @@ def test_finchs_finest_level_are_components_of_first_neighbours() -> None:
 @pytest.mark.parametrize("classes", [1, 3, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_group_of_the_finest_level_has_two_labels(classes: int, seed: int) -> None:
-    points = drawn(40, 3, seed=seed)  # classes that overlap: the first neighbour is of another label more often than not
+    points = drawn(40, 3, seed=seed)  # classes overlap: most first neighbours are of another one
     labels = torch.where(drawn(40, seed=seed + 9) > 0, torch.arange(40) % classes, -1)
     labels[0] = classes  # alone with its label: linked to nothing by itself
     finest = finch(points, labels)[0]

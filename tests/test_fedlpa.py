@@ -15,7 +15,7 @@ from semifed.client_round import Held, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
 from semifed.discovery import guided, inference
 from semifed.discovery.gallery import Gallery
-from semifed.discovery.guided import true_concepts, true_members
+from semifed.discovery.guided import local_concepts, true_classes, true_concepts, true_members
 from semifed.discovery.inference import likely_classes
 from semifed.discovery.semi_kmeans import estimated_clusters
 from semifed.errors import UserError
@@ -216,6 +216,17 @@ def test_concepts_of_other_images_are_not_kept(before: int) -> None:
     here.loss(now.const, here.batch())
 
 
+def test_concepts_do_not_survive_a_swap_of_images() -> None:
+    here = World(refresh=9)
+    every, labelled = torch.arange(len(here.data.unlabelled)), torch.arange(len(here.data.labelled))
+    then = here.prepared(WARMUP + 1, data=shrunk(here.data, labelled, every[:-1]))
+    same = here.prepared(WARMUP + 2, then.kept, shrunk(here.data, labelled, every[:-1]))
+    assert int(same.kept.round) == WARMUP + 1
+    # One image left and another one came: as many as before, but each in another's place.
+    now = here.prepared(WARMUP + 2, then.kept, shrunk(here.data, labelled, every[1:]))
+    assert int(now.kept.round) == WARMUP + 2
+
+
 def test_what_is_kept_in_warm_up_is_nothing() -> None:
     local = World().prepared(1)
     assert int(local.kept.round) == 0
@@ -345,7 +356,7 @@ def test_a_threshold_that_lets_all_through_is_not_believed(monkeypatch: pytest.M
 
     monkeypatch.setattr(guided, "discover_concepts", watched)
     monkeypatch.setattr(guided, "seen_threshold", lambda *_, **__: 0.0)
-    here = World()
+    here = World(refresh=5)
     doubted = here.prepared(WARMUP + 1)
     assert doubted.pseudo is not None
     assert not doubted.pseudo.used.any(), "the graph never saw them, so they were not used"
@@ -354,7 +365,7 @@ def test_a_threshold_that_lets_all_through_is_not_believed(monkeypatch: pytest.M
     believed = here.prepared(WARMUP + 1)
     assert measured(here, believed)["doubted"] == [0.0, 1.0]
     assert rules == ["none", "clique"]
-    kept = World(refresh=5).prepared(WARMUP + 2, believed.kept)
+    kept = here.prepared(WARMUP + 2, believed.kept)
     assert "doubted" not in measured(here, kept), "only a refresh can be doubted"
 
 
@@ -520,10 +531,12 @@ def test_only_oracles_are_told_the_classes() -> None:
 
 def test_a_true_prior_counts_images_by_their_class() -> None:
     found, told = (World(prior=prior).prepared(WARMUP + 1).const.found for prior in ("concepts", "oracle"))
-    classes = World(prior="oracle").data.classes
     assert torch.equal(found.prior_member, found.member)
     assert torch.equal(told.member, found.member), "an oracle of the prior leaves the concepts as they were found"
-    assert torch.equal(told.prior_member, true_members(found.member, classes))
+    here = World(prior="oracle")
+    every = local_concepts(here.net, here.data, here.method.graph, 0.5, "nearest", Visit(0, WARMUP + 1, CLIENT))
+    counted = true_members(every.concepts.member, true_classes(here.data))
+    assert torch.equal(told.prior_member, counted[len(here.data.labelled) :])
     assert not torch.equal(told.prior_member, told.member), "the toy must have images in a wrong concept"
 
 
@@ -592,6 +605,20 @@ def test_simgcd_has_a_row_for_every_class() -> None:
     answer = method.predict(here.net, batch.unlabelled.plain)
     every = every_logit(here.net(batch.unlabelled.plain)).softmax(dim=1)
     torch.testing.assert_close(answer.unknown, every[:, 3:].sum(dim=1))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5])
+def test_simgcds_teacher_has_its_own_temperature_whatever_the_classifiers(temperature: float) -> None:
+    changes = {"model": {"head": f"cosine({temperature})"}, "method": {"novel": 2}}
+    parts = toy_parts(toy_recipe("fed-simgcd", "clients", changes), toy_dataset())
+    net, data, method = place_of(parts).net, parts.scenario.client(CLIENT), parts.method
+    down = method.broadcast(method.setup(net.state(), site_of(parts)))
+    factor = method.prepare(net, down, data, None, Visit(0, 1, CLIENT)).const.factor
+    said = data.plain_outputs(net)
+    rows = torch.cat([net.state()["classifier.weight"], net.state()["heads.novel.weight"]])
+    cosines = F.normalize(said.features, dim=1) @ F.normalize(rows, dim=1).T
+    torch.testing.assert_close(every_logit(said), cosines / temperature)
+    torch.testing.assert_close(factor * every_logit(said), cosines / 0.07)
 
 
 # GCD

@@ -13,6 +13,7 @@ from semifed.data.client import outputs_of
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.data.unseen import images_like
 from semifed.discovery.gallery import Gallery
+from semifed.errors import UserError
 from semifed.methods import AnyMethod, finds_groups
 from semifed.metrics import accuracy, aupr, auroc, fpr_at_tpr, oscr, overall_auroc, per_class_accuracy
 from semifed.models.network import Output
@@ -77,6 +78,8 @@ class Evaluator:
         self._seed = seed
         if discover == "test":
             images, raw = dataset.x_test, dataset.y_test
+        elif not scenario.holdings:
+            raise UserError('evaluate.discover: the server of a federation sees no images of its clients; write "test"')
         else:
             held = torch.from_numpy(np.concatenate([own.unlabelled for own in scenario.holdings]))
             images, raw = dataset.x_train[held], dataset.y_train[held]

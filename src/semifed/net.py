@@ -19,6 +19,7 @@ from torch.func import functional_call
 from semifed.errors import UserError
 from semifed.graphs import Graphs
 from semifed.models.batchnorm import BatchNorm, frozen_names, recalibrate, set_batchnorm
+from semifed.models.heads import Cosine
 from semifed.models.network import Network, Output
 from semifed.models.stem_cache import StemCache
 from semifed.wire import Weights
@@ -127,6 +128,13 @@ class Net:
         """The name of the classifier's last weights, a row a class: ProxyFL's proxies."""
         matrices = [name for name, tensor in self.network.classifier.named_parameters() if tensor.ndim > 1]
         return f"classifier.{matrices[-1]}"
+
+    @property
+    def temperature(self) -> float:
+        """What the classifier's cosines are divided by."""
+        classifier = self.network.classifier
+        assert isinstance(classifier, Cosine), "only cosines have a temperature"
+        return classifier.temperature
 
     def frozen(self, statistics: Statistics = "averaged") -> "FrozenNet":
         """A copy of the network as it is now, without gradients: a teacher.

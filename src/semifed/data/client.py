@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class ClientData(NamedTuple):
         if len(self.labelled) == 0 or len(self.unlabelled) == 0:
             return len(self.labelled) + len(self.unlabelled)
         return int(torch.unique(torch.cat([self.labelled, self.unlabelled])).numel())
+
+    def checksum(self) -> int:
+        """Of the unlabelled images in their order: whoever keeps something of each must notice that they changed."""
+        return crc32(self.images[self.unlabelled].cpu().numpy().data)
 
     def apart(self) -> "ClientData":
         """Without unlabelled images that are labelled, too: what groups images may not see one of them twice."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from semifed.data.client import ClientData
-from semifed.discovery.concepts import ClassSize, Concepts, discover_concepts, neighbour_count
+from semifed.discovery.concepts import MOST_LINKS, ClassSize, Concepts, discover_concepts, neighbour_count
 from semifed.discovery.graph import Rule
 from semifed.discovery.seen_threshold import Density, seen_threshold
 from semifed.models.network import Output
@@ -46,6 +46,11 @@ class Guided(NamedTuple):
         """The labels it gave."""
         return PseudoLabels(torch.arange(len(self.label)), self.label, self.identified)
 
+    @property
+    def measured(self) -> dict[str, Tensor]:
+        """Whether it was doubted, as sum and number of one value."""
+        return {"doubted": torch.tensor([float(self.doubted), 1.0])}
+
 
 def guided_concepts(
     labelled: Output,
@@ -57,6 +62,7 @@ def guided_concepts(
     outliers: Literal["nearest", "none"] = "nearest",
     generator: torch.Generator,
     trials: int = 1,
+    most_links: int = MOST_LINKS,
 ) -> Guided:
     """Concepts of a graph in which labels and the guesses that are surer than most labelled images count as known."""
     confidence, label = unlabelled.logits.softmax(dim=1).max(dim=1)
@@ -76,6 +82,7 @@ def guided_concepts(
         outliers=outliers,
         generator=generator,
         trials=trials,
+        most_links=most_links,
     )
     return Guided(concepts, label, identified, doubted)
 
@@ -102,21 +109,25 @@ def local_concepts(
     )
 
 
+def true_classes(data: ClientData) -> Tensor:
+    """Of a client's labelled and then unlabelled images."""
+    assert data.classes is not None, "only an oracle is told the classes"
+    return torch.cat([data.labels, data.classes])
+
+
 def true_concepts(net: Net, data: ClientData) -> Concepts:
     """The concepts of an oracle: the true classes of a client's images."""
-    assert data.classes is not None, "only an oracle is told the classes"
-    _, member = torch.cat([data.labels, data.classes]).unique(return_inverse=True)
+    _, member = true_classes(data).unique(return_inverse=True)
     features = torch.cat([data.labelled_outputs(net).features, data.plain_outputs(net).features])
     directions = class_directions(features, member, int(member.max()) + 1)
     return Concepts(member, torch.nn.functional.normalize(directions, dim=1))
 
 
-def true_members(member: Tensor, classes: Tensor | None) -> Tensor:
+def true_members(member: Tensor, classes: Tensor) -> Tensor:
     """Found concepts [n] as an oracle would count them: a wrong image moves to the largest concept of its class.
 
     A concept is of the class that most of its images have. A class without a concept keeps its images where they are.
     """
-    assert classes is not None, "only an oracle is told the classes"
     inside = member >= 0
     if not inside.any():
         return member

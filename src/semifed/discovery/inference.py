@@ -5,12 +5,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from semifed.discovery.concepts import FEWEST_NEIGHBOURS, MOST_NEIGHBOURS, discover_concepts
+from semifed.discovery.concepts import FEWEST_NEIGHBOURS, MOST_LINKS, MOST_NEIGHBOURS, discover_concepts
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import GraphSettings, guided_concepts
 from semifed.discovery.objectives import unit
 from semifed.discovery.semi_kmeans import estimated_clusters, semi_supervised_kmeans
 
+MOST_FINAL_LINKS = 2 * MOST_LINKS  # FedLPA and FedLPA+ must link the same images; 10,000 of ten classes need 5 million
 TRIALS = 5  # of Infomap or k-means: one would do while training, the last word deserves more
 MOST_BY_KNOWN = 5  # classes there may be, by known ones, where their number must be found too
 SHARE_OF_CLASS = 0.25  # neighbours, of the largest a class can be where all images are of known classes
@@ -22,7 +23,14 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
     generator = torch.Generator().manual_seed(gallery.seed)
     if with_labels:
         guided = guided_concepts(
-            gallery.labelled, gallery.labels, gallery.images, settings, neighbours, generator=generator, trials=TRIALS
+            gallery.labelled,
+            gallery.labels,
+            gallery.images,
+            settings,
+            neighbours,
+            generator=generator,
+            trials=TRIALS,
+            most_links=MOST_FINAL_LINKS,
         )
         return guided.concepts.member[len(gallery.labels) :]
     return discover_concepts(
@@ -36,6 +44,7 @@ def graph_clusters(gallery: Gallery, settings: GraphSettings, *, with_labels: bo
         outliers="nearest",
         generator=generator,
         trials=TRIALS,
+        most_links=MOST_FINAL_LINKS,
     ).member
 
 

@@ -51,7 +51,6 @@ class FedSimGCD(Method[Server, Down, Up, Sharpening]):
     novel: Annotated[int, Field(ge=0)] = 0  # classes beside the known ones; 0: as many as the data have
     unsupervised_share: Share = 0.65  # lambda
     entropy_weight: NonNegative = 1.0  # epsilon: 1 on CIFAR-10, 4 on CIFAR-100, 2 on CUB
-    student_temperature: Temperature = 0.1
     teacher_temperature: Temperature = 0.04
     first_teacher_temperature: Temperature = 0.07
     teacher_rounds: AtLeastOne = 30.0
@@ -64,7 +63,7 @@ class FedSimGCD(Method[Server, Down, Up, Sharpening]):
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit
     ) -> Local[Sharpening, Nothing]:
-        temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
+        temperatures = net.temperature, self.first_teacher_temperature, self.teacher_temperature
         return Local(data, Sharpening(sharpening(visit.round, self.teacher_rounds, *temperatures)), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Sharpening) -> Loss:

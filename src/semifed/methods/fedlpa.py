@@ -15,7 +15,7 @@ from torch import Tensor
 from semifed.data.client import Batch, ClientData
 from semifed.discovery.communities import infomap_class
 from semifed.discovery.gallery import Gallery
-from semifed.discovery.guided import GraphSettings, local_concepts, true_concepts, true_members
+from semifed.discovery.guided import GraphSettings, local_concepts, true_classes, true_concepts, true_members
 from semifed.discovery.inference import graph_clusters
 from semifed.discovery.objectives import (
     ONLY_COSINES,
@@ -47,6 +47,7 @@ class Found(NamedTuple):
     prior_member: Tensor  # [unlabelled], the same unless an oracle tells
     prototypes: Tensor  # [concepts, features], unit rows, fixed until the next refresh
     round: Tensor  # of the refresh; 0: nothing found yet
+    checksum: Tensor  # of the unlabelled images it is of; 0 where every round finds anew
 
 
 class Const(NamedTuple):
@@ -105,17 +106,20 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     def prepare(self, net: Net, down: Down, data: ClientData, kept: Found | None, visit: Visit) -> Local[Const, Found]:
         infomap_class()  # a client without it learns so now, not after the warm-up
         nothing = torch.empty(0, dtype=torch.int64)
-        found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0))
+        found = kept or Found(nothing, nothing, torch.empty(0, 0), torch.tensor(0), torch.tensor(0))
         warming, pseudo, measured = visit.round <= self.warmup_rounds, None, {}
-        # A client that missed its turn refreshes when it is back, and so does one with fewer or more images than then.
-        due = visit.round - int(found.round) >= self.refresh or len(found.member) != len(data.unlabelled)
-        if not warming and (int(found.round) == 0 or due):
-            guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
-            pseudo, measured = guided.pseudo, {"doubted": torch.tensor([float(guided.doubted), 1.0])}
-            concepts = true_concepts(net, data) if self.concepts == "oracle" else guided.concepts
-            member = concepts.member[len(data.labelled) :]
-            counted = true_members(member, data.classes) if self.prior == "oracle" else member
-            found = Found(member, counted, concepts.prototypes, torch.tensor(visit.round))
+        # A client that missed its turn refreshes when it is back, and so does one with other images than then.
+        checksum = torch.tensor(data.checksum() if self.refresh > 1 else 0)
+        due = visit.round - int(found.round) >= self.refresh or not torch.equal(found.checksum, checksum)
+        if due and not warming:
+            if self.concepts == "oracle":
+                concepts = true_concepts(net, data)
+            else:
+                guided = local_concepts(net, data, self.graph, self.labelled_share, self.outliers, visit)
+                concepts, pseudo, measured = guided.concepts, guided.pseudo, guided.measured
+            counted = true_members(concepts.member, true_classes(data)) if self.prior == "oracle" else concepts.member
+            member, counted = (each[len(data.labelled) :] for each in (concepts.member, counted))
+            found = Found(member, counted, concepts.prototypes, torch.tensor(visit.round), checksum)
         temperatures = self.student_temperature, self.first_teacher_temperature, self.teacher_temperature
         factor = sharpening(max(visit.round - self.warmup_rounds, 1), self.teacher_rounds, *temperatures)
         return Local(data, Const(found, warming, factor, measured), found, pseudo)

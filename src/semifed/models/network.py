@@ -205,6 +205,8 @@ def build_network(
         raise ValueError(f"no network for {channels} channels, {size} pixels and {classes} classes")
     classifier_spec = class_head_spec(head, "model.head")
     specs = {key: further_head_spec(key, value) for key, value in sorted((further or {}).items())}
+    # Cosines of known and of novel classes are compared, so they have one scale.
+    specs = {key: spec._replace(temperature=classifier_spec.temperature) for key, spec in specs.items()}
     # On the meta device PyTorch's own initialisation costs nothing and leaves the global random state alone.
     with torch.device("meta"):
         backbone = family.backbone(setting)
