@@ -53,11 +53,18 @@ def test_a_run_on_digits_finds_the_classes_nobody_named(tmp_path: Path, monkeypa
 
 
 def write_run(
-    path: Path, seed: int, found: float, purity: tuple[float, ...] = (0.5, 0.5), lr: float = 0.1, **fields: Any
+    path: Path,
+    seed: int,
+    found: float,
+    purity: tuple[float, ...] = (0.5, 0.5),
+    lr: float = 0.1,
+    rounds: int = 35,
+    **fields: Any,
 ) -> None:
     method = {"name": "fedlpa", "warmup_rounds": 10, **fields}
     recipe = {
         "dataset": "digits",
+        "rounds": rounds,
         "seed": seed,
         "scenario": {"partition": "balanced-dirichlet", "alpha": 0.2},
         "method": method,
@@ -66,15 +73,15 @@ def write_run(
     metrics = {"all": found, "old": found, "new": found, "clusters": 12, "nmi": 0.5, "accuracy": 0.9}
     metrics |= {"infomap.all": found, "infomap.new": found}
     summary = {"metrics": metrics, "seconds": 3.0}
-    rounds: list[dict[str, Any]] = [{"loss": {}}] * 3  # of warm-up
-    rounds += [
+    records: list[dict[str, Any]] = [{"loss": {}}] * 3  # of warm-up
+    records += [
         {"loss": {"concepts": 8 + 2 * (number % 2)}, "gate": {"purity": share, "pass_known": 0.25}}
         for number, share in enumerate(purity)
     ]
     path.mkdir()
     (path / "recipe.toml").write_text(tomli_w.dumps(recipe))
     (path / "summary.json").write_text(json.dumps(summary))
-    (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, rounds)))
+    (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, records)))
     counts = {"labelled": [0, 0, 0, 4], "known": [0, 2, 0, 2], "novel": [0, 0, 0, 0]}
     confidence = {"bins": [0.0, 0.25, 0.5, 0.75, 1.0], "counts": counts}
     (path / "discovery.json").write_text(json.dumps({"confidence": confidence}))
@@ -95,12 +102,16 @@ def test_other_rates_and_teachers_are_told(
     write_run(tmp_path / "slow", 0, 0.6, lr=0.02)
     write_run(tmp_path / "other recipe's", 0, 0.8, lr=0.03)
     write_run(tmp_path / "late", 0, 0.7, teacher_rounds=25.0)
+    write_run(tmp_path / "cold", 0, 0.4, warmup_rounds=0)
+    write_run(tmp_path / "cold and as short", 0, 0.3, rounds=25, warmup_rounds=0)
     lines = table(monkeypatch, capsys, tmp_path / "table", *(path for path in tmp_path.iterdir()))
     assert {line[2]: line[4] for line in lines} == {
         "fedlpa": "50.0",
         "fedlpa lr=0.02": "60.0",
         "fedlpa lr=0.03": "80.0",
         "fedlpa teacher_rounds=25": "70.0",
+        "fedlpa warmup_rounds=0": "40.0",
+        "fedlpa warmup_rounds=0 rounds=25": "30.0",
     }
 
 

@@ -21,7 +21,7 @@ from semifed.client_round import ClientRecord, Reply
 from semifed.data.datasets import Dataset
 from semifed.data.scenario import Scenario
 from semifed.engines.local import LocalEngine
-from semifed.errors import ClientFailure
+from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator, principal_axes
 from semifed.method import Method
 from semifed.net import Net
@@ -67,6 +67,12 @@ def evaluation_of(dataset: Dataset, classes: str = "open", unseen: tuple[str, ..
     place = build_workplace(recipe, (1, 8, 8), 3)
     evaluator = Evaluator(parts.scenario, unseen, 0, None)
     return evaluator.test(ReadsPixels(), place.net, place.net.state())
+
+
+def test_a_server_that_sees_no_images_of_clients_cannot_group_them() -> None:
+    scenario = toy_parts(toy_recipe("fixmatch-lpl", "server"), toy_dataset()).scenario._replace(holdings=[])
+    with pytest.raises(UserError, match=r'^evaluate.discover: the server .* write "test"$'):
+        Evaluator(scenario, (), 0, None, discover="unlabelled")
 
 
 def wins(known: Any, unknown: Any) -> float:

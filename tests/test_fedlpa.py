@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from semifed.client_round import Held, Task, client_round
 from semifed.data.client import Batch, Budget, ClientData, batches
-from semifed.discovery import guided, inference
+from semifed.discovery import concepts, guided, inference
 from semifed.discovery.gallery import Gallery
 from semifed.discovery.guided import local_concepts, true_classes, true_concepts, true_members
 from semifed.discovery.inference import likely_classes
@@ -84,9 +84,9 @@ def by_hand(net: Net, batch: Batch, const: Const, method: FedLPA) -> dict[str, f
     student, teacher = softmax(cosine / 0.1), softmax(cosine / 0.1 * const.sharpening)
     count = len(batch.unlabelled)
     alike = -np.mean([teacher[(i + count) % (2 * count)] @ np.log(student[i]) for i in range(2 * count)])
-    concepts = cosine.shape[1]
+    concept_count = cosine.shape[1]
     member = const.found.member[batch.unlabelled.position].numpy()
-    prior = np.array([(np.sum(member == k) + method.smoothing) for k in range(concepts)])
+    prior = np.array([(np.sum(member == k) + method.smoothing) for k in range(concept_count)])
     prior = prior / prior.sum()
     mean = student.mean(axis=0)
     middle = (mean + prior) / 2
@@ -498,6 +498,24 @@ def test_k_at_the_end_is_not_that_of_the_clients(monkeypatch: pytest.MonkeyPatch
     FedLPA(neighbours=50).clusters(gallery)
     FedLPA(final_neighbours=7).clusters(gallery)
     assert asked == [10, 7], "a quarter of 120 images by 3 known classes"
+
+
+def test_the_papers_test_images_are_all_linked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of grouping must be of all images; with the clients' bound FedLPA+ was of a sample of them."""
+    most: list[int] = []
+    original = concepts.sampled
+
+    def watched(images: int, neighbours: int, most_links: int, generator: torch.Generator) -> Tensor:
+        most.append(most_links)
+        return original(images, neighbours, most_links, generator)
+
+    monkeypatch.setattr(concepts, "sampled", watched)
+    said = Output(torch.eye(4)[torch.arange(40) % 4], torch.eye(40), {})
+    gallery = Gallery(said, said, torch.arange(40) % 4, seed=0)
+    for kind in ("graph", "graph+labels"):
+        FedLPA(inference=kind).clusters(gallery)
+    validation = 2_500  # a tenth of the known training images of CIFAR-10
+    assert min(most) >= (10_000 + validation) * 500, "a quarter of 10,000 images by 5 known classes"
 
 
 def test_the_labels_of_fedlpa_plus_join_what_looks_apart() -> None:

@@ -219,6 +219,12 @@ def test_a_row_that_stands_in_two_tables_is_the_same(name: str, row: str, other:
         assert run_of(cell) == run_of(there[setting])
 
 
+def test_simgcd_has_the_entropy_weight_of_each_data_set() -> None:
+    cells = [cell for cell in paper_table("fedlpa/table2").cells["paper"] if cell.method == "fed-simgcd"]
+    weights = {cell.setting: run_of(cell)["method"]["entropy_weight"] for cell in cells}
+    assert weights == {"cifar10-a0.2": 1, "cifar10-a0.05": 1, "cifar100-a0.2": 4, "cifar100-a0.05": 4}
+
+
 def test_what_a_paper_does_not_give_is_empty() -> None:
     assert theirs("fedlpa/table2", "FedLPA", "all") == ["92.3", "", "53.6", ""]
     assert theirs("fedlpa/table2", "FedAvg+GCD", "new") == ["", "", "", ""]
