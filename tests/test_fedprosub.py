@@ -31,7 +31,7 @@ from semifed.data.client import Batch, batches
 from semifed.errors import UserError
 from semifed.losses import cosine_distance, subspace_separation
 from semifed.methods import method_class
-from semifed.methods.fedprosub import FedProSub, Sent, State
+from semifed.methods.fedprosub import FedProSub, Judged, Sent, State
 from semifed.models.heads import SUBSPACE_BASIS
 from semifed.models.network import Network, build_network
 from semifed.net import Net
@@ -322,7 +322,7 @@ def sent_of(parts: Parts, *, subspace: bool = True) -> Sent:
     return Sent(noisy | {SUBSPACE_BASIS: basis}, BetaMixture(pair(6, 3), pair(4, 4)))
 
 
-def first_step(parts: Parts, down: Sent) -> tuple[Net, Batch, BetaMixture]:
+def first_step(parts: Parts, down: Sent) -> tuple[Net, Batch, Judged]:
     place, data = place_of(parts), parts.scenario.client(1)
     place.net.load(down.weights)
     local = parts.method.prepare(place.net, down, data, None, Visit(0, 1, 1))
@@ -336,9 +336,11 @@ def test_the_loss_in_loops(labels: str) -> None:
     options = {"consistency_weight": 0.7, "subspace_weight": 0.6, "similarity_weight": 3.0, "prior": 0.6, "floor": 0.05}
     parts = parts_of(labels, threshold=0.36, **options)
     down = sent_of(parts)
-    net, batch, _ = first_step(parts, down)
-    mixture = BetaMixture(pair(3, 2), pair(2, 2))  # wide: some of a small batch are drawn, some are not
-    loss = parts.method.loss(net, batch, mixture)
+    net, batch, const = first_step(parts, down)
+    net.network.eval()
+    received = parts.scenario.client(1).plain_outputs(net)  # labels and gate are the received model's, once a round
+    net.network.train()
+    loss = parts.method.loss(net, batch, const)
     with torch.no_grad():
         weak, strong = net(batch.unlabelled.weak), net(batch.unlabelled.strong)
         cross = net(batch.labelled.weak).logits.double().numpy() if len(batch.labelled) else np.empty((0, 3))
@@ -347,18 +349,20 @@ def test_the_loss_in_loops(labels: str) -> None:
     g = net.network.get_parameter("heads.predictor.weight").detach().double().numpy()
     bias = net.network.get_parameter("heads.predictor.bias").detach().double().numpy()
     chances = torch.rand(count, generator=batch.unlabelled.stream("mask")).tolist()
-    shapes = [(float(part[0]), float(part[1])) for part in mixture]
+    shapes = [(float(part[0]), float(part[1])) for part in const.mixture]
     consistency = separation = similarity = 0.0
     drawn_known = []
-    for i in range(count):
+    for i, at in enumerate(batch.unlabelled.position.tolist()):
+        plain = received.features[at].double().numpy()
+        then = float(np.linalg.norm(q @ (q.T @ plain)) / max(np.linalg.norm(plain), 1e-9))
+        known = chances[i] < reference.known_probability(then, shapes[0], shapes[1], 0.6, 0.05)
+        drawn_known.append(known)
         h, other = weak.features[i].double().numpy(), strong.features[i].double().numpy()
         u = float(np.linalg.norm(q @ (q.T @ h)) / max(np.linalg.norm(h), 1e-9))  # a toy's features may be all 0
-        known = chances[i] < reference.known_probability(u, shapes[0], shapes[1], 0.6, 0.05)
-        drawn_known.append(known)
         separation += (1 - 2 * known) * u / count
         foretold = g @ other + bias
         similarity += (1 - float(foretold @ h / np.linalg.norm(foretold) / max(np.linalg.norm(h), 1e-9))) / count
-        log_p = reference_losses.log_probabilities(weak.logits[i].double().tolist())
+        log_p = reference_losses.log_probabilities(received.logits[at].double().tolist())
         if known and math.exp(max(log_p)) >= 0.36:
             guess = log_p.index(max(log_p))
             consistency -= reference_losses.log_probabilities(strong.logits[i].double().tolist())[guess] / count
@@ -377,7 +381,7 @@ def test_the_loss_in_loops(labels: str) -> None:
 def test_the_weak_view_is_moved_by_separation_alone() -> None:
     """Feature prediction compares with constant features: it alone gives the weak view no gradient."""
     parts = parts_of("server", subspace_weight=0.0, consistency_weight=0.0)
-    net, batch, mixture = first_step(parts, sent_of(parts))
+    net, batch, const = first_step(parts, sent_of(parts))
     gradients = []
     for frozen in (False, True):
         net.network.zero_grad()
@@ -386,7 +390,7 @@ def test_the_weak_view_is_moved_by_separation_alone() -> None:
                 target = net(batch.unlabelled.weak).features
             value = 5 * cosine_distance(net(batch.unlabelled.strong).heads["predictor"], target).mean()
         else:
-            value = parts.method.loss(net, batch, mixture).value
+            value = parts.method.loss(net, batch, const).value
         value.backward()
         weight = net.network.get_parameter("backbone.convs.0.weight")
         assert weight.grad is not None
@@ -397,32 +401,44 @@ def test_the_weak_view_is_moved_by_separation_alone() -> None:
 def test_the_mask_follows_the_probability() -> None:
     """Over many steps, images are drawn as known as often as P_id says; each step draws anew."""
     parts = parts_of("server", threshold=0.0)
-    net, _, mixture = first_step(parts, sent_of(parts))
+    net, _, const = first_step(parts, sent_of(parts))
     net.network.eval()
     drawn_known = expected = 0.0
     used = []
     data, budget = parts.scenario.client(1), place_of(parts).budget._replace(epochs=None, steps=60)
     for batch in batches(data, budget, (0, 1, 1)):
         with torch.no_grad():
-            loss = parts.method.loss(net, batch, mixture)
-            score = net(batch.unlabelled.weak).heads["subspace"]
+            loss = parts.method.loss(net, batch, const)
+        score = data.plain_outputs(net).heads["subspace"][batch.unlabelled.position]
         assert loss.pseudo is not None
         used.append(tuple(loss.pseudo.used.tolist()))
         drawn_known += float(loss.pseudo.used.sum())
-        expected += float(known_probability(score, mixture, 0.5, 0.1).sum())
+        expected += float(known_probability(score, const.mixture, 0.5, 0.1).sum())
     total = sum(len(mask) for mask in used)
     assert 0.1 * total < expected < 0.9 * total
     assert abs(drawn_known - expected) < 4 * math.sqrt(total) / 2
     assert len(set(used)) > 20
 
 
+def test_labels_are_those_of_the_received_model() -> None:
+    parts = parts_of("server")
+    net, _, const = first_step(parts, sent_of(parts))
+    moved = net.state()
+    net.load({name: value + 0.5 for name, value in moved.items() if name != SUBSPACE_BASIS})
+    data = parts.scenario.client(1)
+    batch = next(batches(data, place_of(parts).budget, (0, 1, 1)))
+    pseudo = parts.method.loss(net, batch, const).pseudo
+    assert pseudo is not None
+    assert torch.equal(pseudo.label, const.label[batch.unlabelled.position])
+
+
 @pytest.mark.parametrize("labels", ["server", "clients"])
 def test_without_a_subspace_only_features_are_foretold(labels: str) -> None:
     parts = parts_of(labels, threshold=0.0)
     down = sent_of(parts, subspace=False)
-    net, batch, mixture = first_step(parts, down)
-    assert equal_mixtures(mixture, down.mixture)
-    loss = parts.method.loss(net, batch, initial_mixture())
+    net, batch, const = first_step(parts, down._replace(mixture=initial_mixture()))
+    assert equal_mixtures(const.mixture, initial_mixture())
+    loss = parts.method.loss(net, batch, const)
     assert loss.terms["consistency"].item() == loss.terms["subspace"].item() == 0.0
     loss.value.backward()
     assert all(bool(p.grad.isfinite().all()) for p in net.named_parameters().values() if p.grad is not None)

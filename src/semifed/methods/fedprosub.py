@@ -50,8 +50,17 @@ class Reply(NamedTuple):
     totals: ClassTotals  # of features; empty unless the client holds labels
 
 
+class Judged(NamedTuple):
+    """The client's mixture, and what the received model and it say of each unlabelled image, once a round."""
+
+    mixture: BetaMixture
+    chance: Tensor  # P_id
+    label: Tensor
+    sure: Tensor  # bool
+
+
 @dataclass(frozen=True, kw_only=True)
-class FedProSub(Method[State, Sent, Reply, BetaMixture]):
+class FedProSub(Method[State, Sent, Reply, Judged]):
     """FixMatch and feature prediction, on images drawn as known by their place in the subspace of prototypes."""
 
     title: ClassVar[str] = "ProSub with labels at the server: known or unknown by the subspace of class prototypes"
@@ -74,32 +83,37 @@ class FedProSub(Method[State, Sent, Reply, BetaMixture]):
 
     def prepare(
         self, net: Net, down: Sent, data: ClientData, kept: Nothing | None, visit: Visit
-    ) -> Local[BetaMixture, Nothing]:
-        labelled, unlabelled = data.labelled_outputs(net).heads["subspace"], data.plain_outputs(net).heads["subspace"]
-        fresh = refitted(down.mixture, labelled, unlabelled, self.prior)
-        return Local(data, fresh if down.weights[SUBSPACE_BASIS].any() else down.mixture, Nothing())
+    ) -> Local[Judged, Nothing]:
+        said, mixture = data.plain_outputs(net), down.mixture
+        score = said.heads["subspace"]  # all 0 before there is a subspace: then only L_us is left
+        if down.weights[SUBSPACE_BASIS].any():
+            mixture = refitted(mixture, data.labelled_outputs(net).heads["subspace"], score, self.prior)
+        # Asked of the scores it was fitted to: those under batch statistics in a step say nothing of known or unknown.
+        chance = known_probability(score, mixture, self.prior, self.floor)
+        return Local(data, Judged(mixture, chance, *confident_label(said.logits, self.threshold)), Nothing())
 
-    def loss(self, net: Net, batch: Batch, const: BetaMixture) -> Loss:
+    def loss(self, net: Net, batch: Batch, const: Judged) -> Loss:
         own = supervised(net, batch)  # L_xe, 0 unless the client holds labels
         if len(batch.unlabelled) == 0:
             return own
         weak, strong = net(batch.unlabelled.weak), net(batch.unlabelled.strong)
-        score = weak.heads["subspace"]  # all 0 before there is a subspace: then only L_us is left
-        chance = known_probability(score.detach(), const, self.prior, self.floor)  # P_id
-        known = torch.rand(len(score), generator=batch.unlabelled.stream("mask")) < chance  # M
-        label, confident = confident_label(weak.logits, self.threshold)
-        pseudo = PseudoLabels(batch.unlabelled.position, label, known & confident)
+        at = batch.unlabelled.position
+        known = torch.rand(len(at), generator=batch.unlabelled.stream("mask")) < const.chance[at]  # M ~ P_id
+        label = const.label[at]
+        pseudo = PseudoLabels(at, label, known & const.sure[at])
         similarity = mean(cosine_distance(strong.heads["predictor"], weak.features.detach()))  # L_us
         loss = Loss(self.similarity_weight * similarity, {"similarity": similarity}, pseudo=pseudo)
         consistency = masked_mean(cross_entropy(strong.logits, label), pseudo.used)  # L_xep
         loss = plus(loss, "consistency", self.consistency_weight, consistency)
-        loss = plus(loss, "subspace", self.subspace_weight, mean(subspace_separation(score, known)))  # L_sub
+        loss = plus(
+            loss, "subspace", self.subspace_weight, mean(subspace_separation(weak.heads["subspace"], known))
+        )  # L_sub
         return together(own, loss)
 
-    def report(self, net: Net, local: Local[BetaMixture, Nothing], fitted: Fitted) -> Reply:
+    def report(self, net: Net, local: Local[Judged, Nothing], fitted: Fitted) -> Reply:
         data, (logits, features, _) = local.data, local.data.labelled_outputs(net)
         totals = class_totals(features, data.labels, logits.shape[1])
-        return Reply(net.trained(), fitted.samples(data), local.const, totals)
+        return Reply(net.trained(), fitted.samples(data), local.const.mixture, totals)
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         weights = site.fine_tune(averaged(server.weights, ups, site), self.server_loss)
