@@ -476,6 +476,20 @@ def test_rounds_of_alignment(share: float, expected: list[bool], tmp_path: Path)
         assert aligned or line["client_weights"] == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_who_learnt_nothing_counts_for_nothing(share: float) -> None:
+    parts = parts_of(align_after=share)
+    state, site = setup_of(parts), site_of(parts, 1)
+    assert bool(state.aligning) == (share == 0)
+    idle, *others = ups_of(parts, state)
+    parts.method.aggregate(state, [idle._replace(samples=torch.tensor(0.0)), *others], site)
+    weights = site.notes["client_weights"]
+    assert isinstance(weights, list)
+    assert weights[0] == 0
+    assert sum(weights) == pytest.approx(1)
+    assert min(weights[1:]) > 0
+
+
 @pytest.mark.parametrize("percent", [0, 7, 10, 14, 28, 55, 100])
 def test_the_share_of_rounds_is_exact(percent: int) -> None:
     """0.07 * 100 is a little more than 7 in floating point: alignment must not start a round late."""

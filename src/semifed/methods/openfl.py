@@ -156,7 +156,8 @@ class OpenFL(Method[State, Sent, Reply, Const]):
         samples = [float(up.samples) for up in ups]
         weight = shares(samples) if self.weighting == "count" else equal_shares(samples)
         if self.weighting == "reliability" and bool(server.aligning) and ups:
-            weight = reliability_shares(claimed, self.epsilon, self.most_trust)  # eq. (2)
+            trusted = reliability_shares(claimed, self.epsilon, self.most_trust)  # eq. (2)
+            weight = shares(trusted * (equal_shares(samples) > 0))  # of those who learnt anything
         average = [server.average]
 
         def follow(weights: Weights) -> None:
