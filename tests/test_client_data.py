@@ -231,7 +231,7 @@ def test_streams_belong_to_step_part_and_purpose() -> None:
     assert torch.equal(draws[0], torch.rand(4, generator=again.unlabelled.stream("mix")))
 
 
-@pytest.mark.parametrize("view", ["plain", "weak", "strong", "strong_again", "flipped"])
+@pytest.mark.parametrize("view", ["plain", "weak", "strong", "strong_again", "uncut", "flipped"])
 def test_a_batch_knows_whether_anybody_looked(view: str) -> None:
     step = drawn(data_of(4, 8), Budget(1, None, 4))[0]
     assert not step.unlabelled.looked_at
@@ -244,7 +244,7 @@ def test_views_of_steps_in_a_row_are_those_of_each_step_alone(monkeypatch: pytes
     views = Views.parse("flip crop(2)", "flip crop(2) randaugment(2,10) cutout(3)", mean=(0.5,), std=(0.25,))
     data = data_of(9, 31)._replace(views=views)
     budget = Budget(epochs=2, steps=None, batch=4, unlabelled_ratio=2)
-    names = ("plain", "weak", "weak_again", "strong", "strong_again", "flipped")
+    names = ("plain", "weak", "weak_again", "strong", "strong_again", "uncut", "flipped")
 
     def all_views() -> list[torch.Tensor]:
         steps = drawn(data, budget)

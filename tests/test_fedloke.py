@@ -136,7 +136,7 @@ class Seen(NamedTuple):
 def seen(here: World, batch: Batch) -> tuple[Seen, Seen]:
     """What the shared and the personal network say; the shared one sees strong views of labelled images."""
     u = batch.unlabelled
-    shared = logits_of(here.net, batch.labelled.strong, u.weak, u.strong)
+    shared = logits_of(here.net, batch.labelled.uncut, u.weak, u.strong)
     personal = logits_of(here.personal, batch.labelled.weak, u.weak, u.strong)
     return Seen(*map(rows, shared)), Seen(*map(rows, personal))
 
@@ -187,7 +187,7 @@ def test_each_network_learns_from_the_other_one_and_nothing_flows_back() -> None
     here = in_training(world(entropy_threshold=1.09))
     batch = first_batch(here)
     u, labels = batch.unlabelled, batch.labelled.labels
-    pairs = [(here.net, batch.labelled.strong), (here.personal, batch.labelled.weak)]
+    pairs = [(here.net, batch.labelled.uncut), (here.personal, batch.labelled.weak)]
     outputs = [logits_of(net, labelled, u.weak, u.strong) for net, labelled in pairs]
     soft = [output[1].detach().softmax(dim=1) for output in outputs]
     expected = []
@@ -269,7 +269,7 @@ def by_hand(here: World) -> tuple[Net, Net]:
         u = batch.unlabelled
         outputs = [
             logits_of(net, x, u.weak, u.strong)
-            for net, x in zip(nets, (batch.labelled.strong, batch.labelled.weak), strict=True)
+            for net, x in zip(nets, (batch.labelled.uncut, batch.labelled.weak), strict=True)
         ]
         soft = [output[1].detach().softmax(dim=1) for output in outputs]
         for index, sgd in enumerate(sgds):

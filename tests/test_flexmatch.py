@@ -143,7 +143,8 @@ def guess(row: np.ndarray[Any, Any]) -> tuple[int, float]:
 def some_memory(data: ClientData) -> Selected:
     """As after a few rounds: a fifth of the images without a label, class 1 ahead, class 0 hardly learnt."""
     drawn = torch.rand(len(data.unlabelled), generator=torch.Generator().manual_seed(3))
-    return Selected(torch.where(drawn < 0.2, -1, torch.where(drawn < 0.65, 1, torch.where(drawn < 0.92, 2, 0))))
+    label = torch.where(drawn < 0.2, -1, torch.where(drawn < 0.65, 1, torch.where(drawn < 0.92, 2, 0)))
+    return Selected(label, torch.tensor(data.checksum()))
 
 
 def middle_confidence(here: World) -> float:
@@ -221,6 +222,17 @@ def test_a_memory_changes_the_round_unless_it_is_reset() -> None:
     reset = world(threshold=threshold, reset=True).answer(held)
     assert equal_weights(reset.up.weights, fresh.up.weights)
     assert torch.equal(reset.held.kept.label, fresh.held.kept.label)
+
+
+@pytest.mark.parametrize("change", ["one more", "another order"])
+def test_a_memory_of_other_images_is_forgotten(change: str) -> None:
+    """A deployed client reads its folder anew in every round."""
+    here = world(threshold=middle_confidence(world()))
+    images = here.data.unlabelled
+    then = here.data._replace(unlabelled=images[:-1] if change == "one more" else images.flip(0))
+    late, fresh = here.answer(Held(some_memory(then), {}, {})), here.answer()
+    assert equal_weights(late.up.weights, fresh.up.weights)
+    assert torch.equal(late.held.kept.label, fresh.held.kept.label)
 
 
 def last_memories(outcome: Outcome) -> dict[int, list[int]]:

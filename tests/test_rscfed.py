@@ -433,6 +433,7 @@ def test_in_the_warm_up_only_labels_are_learnt() -> None:
     warm = here._replace(down=here.down._replace(labels_only=torch.tensor(True)))
     answer = answer_of(warm)
     assert answer.record.terms.keys() == {"total", "supervised"}
+    assert answer.record.steps == answer_of(here).record.steps > 1, "images are left out, not steps"
     assert float(answer.up.samples) == len(here.data.labelled)
     nothing = warm._replace(data=here.data._replace(labelled=here.data.labelled[:0], labels=here.data.labels[:0]))
     assert float(answer_of(nothing).up.samples) == 0

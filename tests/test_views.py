@@ -335,6 +335,11 @@ def test_flip_view_mirrors_about_half() -> None:
     assert 70 < mirrored.sum() < 130
 
 
+def test_an_uncut_view_is_a_strong_one_without_its_cutout() -> None:
+    whole = Views.parse("flip crop(4)", STRONG.replace(" cutout(16)", ""), mean=COLOUR.mean, std=COLOUR.std)
+    assert COLOUR.uncut_steps == whole.strong_steps != COLOUR.strong_steps
+
+
 def test_same_seed_same_views_and_the_generator_moves_on() -> None:
     images = photographs(32, 3, 32, 32)
     first, second = seeded(9), seeded(9)

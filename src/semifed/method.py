@@ -91,7 +91,8 @@ class Method(Generic[S, D, U, C, K]):
 
     def train(self, net: Net, local: Local[C, K], course: Course) -> Fitted:
         """Client, once a round: one loop over `loss`; only a paper with several stages or networks replaces it."""
-        return course.follow(net, local.data, self.loss, local.const)
+        steps = course.steps(local.whole or local.data)  # a gate does not decide how long
+        return course.follow(net, local.data, self.loss, local.const, steps=steps)
 
     def report(self, net: Net, local: Local[C, K], fitted: Fitted) -> U:
         """Client, once a round: what the server receives; a client that had nothing to learn from weighs nothing."""

@@ -128,7 +128,7 @@ class Samples:
     @property
     def looked_at(self) -> bool:
         """Whether any view was drawn: labels-only methods never look at unlabelled images."""
-        return bool({"plain", "weak", "weak_again", "strong", "strong_again", "flipped"} & vars(self).keys())
+        return bool({"plain", "weak", "weak_again", "strong", "strong_again", "uncut", "flipped"} & vars(self).keys())
 
     @cached_property
     def plain(self) -> Tensor:
@@ -154,6 +154,11 @@ class Samples:
     def strong_again(self) -> Tensor:
         """A second strongly augmented view."""
         return self._drawn(self._views.strong_steps, "strong again")
+
+    @cached_property
+    def uncut(self) -> Tensor:
+        """A strongly augmented view of which nothing is cut out: a label should still be seen in it."""
+        return self._drawn(self._views.uncut_steps, "uncut")
 
     @cached_property
     def flipped(self) -> Tensor:

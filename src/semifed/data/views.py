@@ -244,6 +244,11 @@ class Views:
         """The steps of `flip`."""
         return tuple(step for step in self.weak_steps if isinstance(step, Flip)) or self.weak_steps
 
+    @property
+    def uncut_steps(self) -> tuple[Step, ...]:
+        """The steps of a strong view but for cutout."""
+        return tuple(step for step in self.strong_steps if not isinstance(step, Cutout))
+
     def several(
         self, steps: tuple[Step, ...], parts: Sequence[Tensor], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, ...]:

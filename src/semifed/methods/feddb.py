@@ -13,7 +13,7 @@ from torch import Tensor
 
 from semifed.class_priors import debiased, tracked_prior, unbiased_shares
 from semifed.data.client import Batch, ClientData
-from semifed.fit import Course, Fitted, Loss
+from semifed.fit import Fitted, Loss
 from semifed.method import AtLeastOne, Method, NonNegative, Share
 from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised
@@ -80,10 +80,6 @@ class FedDB(Method[Moving, Down, Reply, Const]):
         chosen = data._replace(unlabelled=data.unlabelled[given.sure])
         pseudo = PseudoLabels(torch.arange(len(given.label)), given.label, given.sure, received=given)
         return Local(chosen, Const(prior, given.label[given.sure], None), Nothing(), pseudo, data)
-
-    def train(self, net: Net, local: Local[Const, Nothing], course: Course) -> Fitted:
-        steps = course.steps(local.whole or local.data)  # the gate does not decide how long a client trains
-        return course.follow(net, local.data, self.loss, local.const, steps=steps)
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
         labelled, weak, strong = net.joint(batch.labelled.weak, batch.unlabelled.weak, batch.unlabelled.strong)

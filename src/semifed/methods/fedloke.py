@@ -75,7 +75,7 @@ class FedLoKe(Method[Ramped, Ramped, Up, Pair, Personal]):
 
     def loss(self, net: Net, batch: Batch, const: Pair) -> Loss:
         plain, unlabelled = batch.labelled, batch.unlabelled
-        shared, shared_weak, shared_strong = net.joint(plain.strong, unlabelled.weak, unlabelled.strong)
+        shared, shared_weak, shared_strong = net.joint(plain.uncut, unlabelled.weak, unlabelled.strong)
         own, own_weak, own_strong = const.personal.joint(plain.weak, unlabelled.weak, unlabelled.strong)
         local, received = (
             low_entropy_opinion(output.logits.softmax(dim=1), self.entropy_threshold)

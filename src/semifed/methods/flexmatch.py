@@ -24,6 +24,7 @@ class Selected(NamedTuple):
     """What a client remembers of its unlabelled images."""
 
     label: Tensor  # [unlabelled], the last label each got with full confidence, −1 before the first
+    checksum: Tensor  # of these images
 
 
 class Const(NamedTuple):
@@ -50,8 +51,9 @@ class FlexMatch(Method[Server, Down, Up, Const, Selected]):
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Selected | None, visit: Visit
     ) -> Local[Const, Selected]:
-        if kept is None or self.reset:
-            kept = Selected(torch.full((len(data.unlabelled),), -1))
+        checksum = torch.tensor(data.checksum())
+        if kept is None or self.reset or not torch.equal(kept.checksum, checksum):  # other images than last time
+            kept = Selected(torch.full((len(data.unlabelled),), -1), checksum)
         return Local(data, Const(kept, net.frozen() if self.sage else None), kept)
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
@@ -63,7 +65,7 @@ class FlexMatch(Method[Server, Down, Up, Const, Selected]):
         loss = semi_supervised(batch, labelled, strong, chosen, self.unlabelled_weight)
         # This batch was judged by what was known before it.
         after = selected_after(selected, batch.unlabelled.position, asked(weak, self.threshold))
-        return loss._replace(carry=const._replace(selected=Selected(after)))
+        return loss._replace(carry=const._replace(selected=const.selected._replace(label=after)))
 
     def keep(self, net: Net, local: Local[Const, Selected], const: Const) -> Selected:
         return const.selected

@@ -68,10 +68,10 @@ class RSCFed(Method[Phased, Phased, Member, Taught, Average]):
     def prepare(
         self, net: Net, down: Phased, data: ClientData, kept: Average | None, visit: Visit
     ) -> Local[Taught, Average]:
-        if down.labels_only:
-            data = data._replace(unlabelled=data.unlabelled[:0])
         teacher = mean_teacher(net, kept if self.keep_teacher else None)
-        return Local(data, Taught(teacher, data.views), kept or Average({}, torch.tensor(0)))
+        # Warm-up leaves images out, not steps.
+        seen = data._replace(unlabelled=data.unlabelled[:0]) if down.labels_only else data
+        return Local(seen, Taught(teacher, data.views), kept or Average({}, torch.tensor(0)), whole=data)
 
     def loss(self, net: Net, batch: Batch, const: Taught) -> Loss:
         own = supervised(net, batch)
