@@ -92,6 +92,8 @@ class Faulty(FedFixMatch):
                     weights[name] = weights[name].double()
                 case "name":
                     weights["foreign"] = weights[name]
+                case "surplus":
+                    weights |= {name: array for name, array in net.state().items() if name not in weights}
             return up._replace(weights=weights)
         return up
 
@@ -101,6 +103,7 @@ LIES = {
     "shape": r"is torch.float32 \[7\], expected",
     "type": "is torch.float64",
     "name": "weights named 'foreign' were never sent out",
+    "surplus": "were not asked for",
 }
 
 

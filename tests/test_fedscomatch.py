@@ -148,10 +148,11 @@ def first_step(parts: Parts, memory: Memory | None = None) -> tuple[Net, Batch, 
 
 
 def full_queue(parts: Parts, length: int = 12, tau_ood: float = 0.4) -> Memory:
-    held = len(parts.scenario.client(1).unlabelled)
+    data = parts.scenario.client(1)
     generator = torch.Generator().manual_seed(3)
-    position = torch.randint(0, held, (length,), generator=generator)
-    return Memory(position, torch.rand(length, generator=generator), torch.tensor(tau_ood))
+    position = torch.randint(0, len(data.unlabelled), (length,), generator=generator)
+    scores, checksum = torch.rand(length, generator=generator), torch.tensor(data.checksum())
+    return Memory(position, scores, torch.tensor(tau_ood), checksum=checksum)
 
 
 def with_unknown(net: Net, groups: list[Tensor]) -> list[Tensor]:
@@ -278,6 +279,15 @@ def test_a_kept_queue_is_taken_as_it_is() -> None:
     kept = full_queue(parts)
     _, _, const = first_step(parts, kept)
     assert const.memory is kept
+
+
+def test_a_queue_of_other_images_is_filled_anew() -> None:
+    """A deployed client reads its folder in every round."""
+    parts = parts_of()
+    _, _, fresh = first_step(parts)
+    _, _, const = first_step(parts, full_queue(parts)._replace(checksum=torch.tensor(1)))
+    assert torch.equal(const.memory.position, fresh.memory.position)
+    assert torch.equal(const.memory.checksum, fresh.memory.checksum)
 
 
 def test_each_step_queues_the_image_that_looks_least_known() -> None:

@@ -23,7 +23,7 @@ from semifed.methods import method_names
 from semifed.net import Net
 from semifed.payloads import Down
 from semifed.recipe import Recipe, check_recipe
-from semifed.run import execute
+from semifed.run import _mean_terms, execute
 from test_golden import recipe_tables
 from toys import Quiet, equal_weights
 
@@ -230,6 +230,36 @@ def test_odd_letters_are_refused(tmp_path: Path) -> None:
     )
     lacking = Letter({name: a for name, a in letter.arrays.items() if name != "up/samples"}, letter.facts)
     assert reply_of(lacking, 0, 1, method) == ClientFailure(0, "its update was refused: array 'samples' is missing")
+    noisy = reply_of(Letter({}, {"round": 1, "failed": "\x1b[2J" + "no" * 10_000_000}), 0, 1, method)
+    assert isinstance(noisy, ClientFailure)
+    assert noisy.reason.isprintable()
+    assert len(noisy.reason) < 400
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"steps": float("inf")}, "cannot convert float infinity to integer"),
+        ({"images": float("nan")}, "cannot convert float NaN to integer"),
+        ({"terms": ["loss"] * 1000, "term_values": [0.0] * 1000}, "it tells of terms that no loss has"),
+        ({"terms": ["l" * 1000], "term_values": [0.0]}, "it tells of terms that no loss has"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(facts: dict[str, Any], told: str, tmp_path: Path) -> None:
+    here = World(tmp_path)
+    letter = a_letter(here, tmp_path)
+    found = reply_of(Letter(letter.arrays, letter.facts | facts), 0, 1, here.parts.method)
+    assert found == ClientFailure(0, f"its update was refused: {told}")
+
+
+def test_steps_that_were_not_taken_do_not_count(tmp_path: Path) -> None:
+    here = World(tmp_path)
+    letter = a_letter(here, tmp_path)
+    facts = {"steps": -3, "images": -1, "terms": ["own"], "term_values": [2.0]}
+    found = reply_of(Letter(letter.arrays, letter.facts | facts), 0, 1, here.parts.method)
+    assert isinstance(found, Reply)
+    assert (found.record.steps, found.record.images) == (0, 0)
+    assert _mean_terms([found.record]) == {"own": 0.0}
 
 
 def test_a_client_that_sends_anything_costs_its_own_update_alone(

@@ -118,6 +118,13 @@ def test_a_private_run_says_what_it_is_worth(mode: str, tmp_path: Path) -> None:
     assert not equal_weights(model_of(one), model_of(two))  # seeds do not decide the noise
 
 
+def test_a_defence_before_the_noise_is_refused(tmp_path: Path) -> None:
+    recipe = check_recipe({**recipe_tables("fedavg"), "privacy": {"mode": "central"}, "defence": {"steps": "median"}})
+    with pytest.raises(UserError, match=r'^privacy.mode: after a defence .* defence.steps = "none", or privacy'):
+        execute(prepare_run(recipe), tmp_path / "out", Quiet())
+    assert not (tmp_path / "out").exists()
+
+
 def test_methods_that_report_more_than_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="openfl also sends alignment, directions, which no noise would cover"):
         run_with(tmp_path / "out", "openfl", mode="central")

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from semifed.adversary import Attack, attackers, corrupted, poisoned
 from semifed.assembly import prepare_run
+from semifed.client_round import ClientRecord, Reply
 from semifed.errors import UserError
-from semifed.payloads import Up, Visit
+from semifed.payloads import Down, Up, Visit
 from semifed.recipe import check_recipe
 from semifed.robust import absurd, change_norms, defence, krum_scores
-from semifed.run import execute
+from semifed.run import _checked, execute
 from semifed.wire import Weights
 from test_flower import model_of, rounds_of
 from test_golden import recipe_tables
@@ -209,6 +210,20 @@ def test_every_defence_goes_with_every_kind_of_method(method: str, steps: str, t
 
 
 @pytest.mark.slow
+def test_the_order_of_a_clients_weights_means_nothing() -> None:
+    """Whoever swaps two layers of one shape in order and content looked like all others to Krum."""
+    received = {"one": torch.zeros(3), "two": torch.zeros(3)}
+    weights = {"one": torch.ones(3), "two": -torch.ones(3)}
+    swapped = {"two": torch.ones(3), "one": -torch.ones(3)}
+    up = Up(swapped, torch.ones(()))
+    answer = _checked(Reply(up, None, ClientRecord(0, 1, 1, {}, None, 0.0)), Down(received), list(received))
+    assert isinstance(answer, Reply)
+    assert list(answer.up.weights) == list(received)
+    honest = [Up(weights, torch.ones(())) for _ in range(4)]
+    (chosen,) = defence("krum(0.2)")[0]([*honest, answer.up], received)
+    assert torch.equal(chosen.weights["one"], torch.ones(3))
+
+
 def test_attacks_do_not_depend_on_workers(tmp_path: Path) -> None:
     attacked = {"kind": "noise", "share": 0.5, "scale": 2.0}
     one, two = (run_with(tmp_path / str(n), workers=n, attack=attacked) for n in (1, 2))

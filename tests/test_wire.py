@@ -152,6 +152,17 @@ def test_an_update_without_some_of_the_weights_is_refused() -> None:
     )
 
 
+def test_weights_that_nobody_asked_for_are_refused() -> None:
+    """They were broadcast, so they are known; but one client that sends them back would have others lack them."""
+    fault = fault_of(Up(dict(LIKE), torch.ones(())), LIKE, ["kernel"])
+    assert fault == "weights named 'count' were not asked for"
+
+
+def test_complex_numbers_are_refused() -> None:
+    fault = fault_of(Up(dict(LIKE), torch.ones((), dtype=torch.complex64)), LIKE, list(LIKE))
+    assert fault == "'samples' holds complex numbers"
+
+
 @pytest.mark.parametrize(
     ("samples", "told"), [(-1.0, "not a count"), ([2.0, 3.0], "not a count"), (float("nan"), "NaN")]
 )
@@ -196,10 +207,19 @@ def test_an_update_with_parts_unlike_those_of_most_others_is_named() -> None:
     ]
 
 
+def test_an_empty_part_is_odd_where_others_have_one_number() -> None:
+    usual, silent = telling(torch.ones(()), torch.ones(3, 4)), telling(torch.empty(0), torch.empty(0, 4))
+    assert odd_ones_out([usual, silent, usual]) == [
+        None,
+        "'level' is torch.float32 [0], that of most others torch.float32 []",
+        None,
+    ]
+
+
 def test_a_negative_variance_is_refused() -> None:
     sent = {"norm.running_var": torch.ones(3), "norm.running_mean": torch.zeros(3)}
     broken = {"norm.running_var": torch.tensor([1.0, -1e-6, 1.0]), "norm.running_mean": torch.full((3,), -1.0)}
-    assert fault_of(Up(broken, torch.ones(())), sent, []) == (
+    assert fault_of(Up(broken, torch.ones(())), sent, list(sent)) == (
         "'norm.running_var' is a variance and holds negative numbers"
     )
-    assert fault_of(Up({**broken, "norm.running_var": torch.zeros(3)}, torch.ones(())), sent, []) is None
+    assert fault_of(Up({**broken, "norm.running_var": torch.zeros(3)}, torch.ones(())), sent, list(sent)) is None

@@ -137,6 +137,11 @@ def privacy_of(recipe: Recipe, method: AnyMethod) -> Privacy | None:
         return None
     _, _, up_type, _ = payload_types(method)
     refuse_further_numbers(str(recipe.method["name"]), getattr(up_type, "_fields", ()))
+    if asked.mode == "central" and recipe.defence.steps != "none":
+        raise UserError(
+            "privacy.mode: after a defence one client moves the updates of others, which the noise for one does not "
+            'cover; defence.steps = "none", or privacy.mode = "local"'
+        )
     return Privacy(asked.mode, asked.clip, asked.noise, asked.delta)
 
 

@@ -115,6 +115,7 @@ class RoundLoop:
         self._initial = net.state()
         self._defence = defence(recipe.defence.steps)
         self._privacy = privacy_of(recipe, parts.method)
+        self._central = self._privacy is not None and self._privacy.mode == "central"
 
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
@@ -159,7 +160,9 @@ class RoundLoop:
             traffic[1] += sum(map(size_in_bytes, letters.values())) + size_in_bytes(down) * (len(cohort) - len(letters))
             expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
-            fresh = _believable(_alike([_checked(answer, down, expected) for answer in replies]), down)
+            fresh = _alike([_checked(answer, down, expected) for answer in replies])
+            if not self._central:  # where one client decides whether another is believed, noise for one is too little
+                fresh = _believable(fresh, down)
             accepted = [answer for answer in fresh if isinstance(answer, Reply)]
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
             self.engine.accept(round_, accepted)
@@ -173,7 +176,7 @@ class RoundLoop:
                 )
             for step in self._defence:
                 ups = step(ups, down.weights)
-            if self._privacy is not None and self._privacy.mode == "central":
+            if self._privacy is not None and self._central:
                 ups = private_mean(ups, down.weights, self._privacy, recipe.cohort_size)
             return ups
 
@@ -311,10 +314,16 @@ class RoundLoop:
 
 
 def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]) -> Reply | ClientFailure:
-    """A reply that cannot be averaged becomes a failure of that client."""
-    if isinstance(answer, Reply) and (fault := fault_of(answer.up, down.weights, expected)):
+    """A reply that cannot be averaged becomes a failure of that client; others have their weights in our order."""
+    if isinstance(answer, ClientFailure):
+        return answer
+    try:
+        fault = fault_of(answer.up, down.weights, expected)
+    except Exception as error:  # whatever a client sends may cost its own update, nothing else
+        fault = f"it cannot be looked at ({type(error).__name__})"
+    if fault is not None:
         return ClientFailure(answer.record.client, f"its update was refused: {fault}")
-    return answer
+    return answer._replace(up=answer.up._replace(weights={name: answer.up.weights[name] for name in expected}))
 
 
 def _believable(answers: Sequence[Reply | ClientFailure], down: Any) -> list[Reply | ClientFailure]:
@@ -345,7 +354,7 @@ def _mean_terms(records: Sequence[ClientRecord]) -> dict[str, float]:
     terms = sorted({name for record in records for name in record.terms})
     having = {name: [record for record in records if name in record.terms] for name in terms}
     return {
-        name: sum(one.terms[name] * one.steps for one in own) / sum(one.steps for one in own)
+        name: sum(one.terms[name] * one.steps for one in own) / max(sum(one.steps for one in own), 1)
         for name, own in having.items()
     }
 

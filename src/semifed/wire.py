@@ -102,6 +102,9 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
         if tensor.shape != sent[name].shape or tensor.dtype != sent[name].dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             return f"'{name}' is {found}, expected {sent[name].dtype} {list(sent[name].shape)}"
+    for name, array in arrays.items():
+        if array.is_complex():
+            return f"'{name.removeprefix('weights/')}' holds complex numbers"
     if not _sum_is_finite(arrays.values()):
         for name, array in arrays.items():
             if not bool(torch.isfinite(array).all()):
@@ -112,6 +115,8 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     samples = arrays.get("samples")
     if samples is not None and (samples.ndim != 0 or float(samples) < 0):
         return f"'samples' is {samples.tolist()}, not a count"
+    if surplus := sorted(set(weights) - set(expected)):
+        return f"weights named '{surplus[0]}' were not asked for"
     return None
 
 
@@ -124,20 +129,27 @@ def _sum_is_finite(arrays: Iterable[Tensor]) -> bool:
 def odd_ones_out(updates: Sequence[object]) -> list[str | None]:
     """For each update, why what it holds beside weights is shaped unlike that of most others; None if it is not.
 
-    Only a method knows what shapes its further parts have, and clients cannot be asked; an empty part is always right.
+    Only a method knows what shapes its further parts have, and clients cannot be asked; an empty part is always right
+    where others have more than one number.
     """
     parts = [
-        {
-            name: f"{array.dtype} {list(array.shape)}"
-            for name, array in to_arrays(update).items()
-            if array.numel() and not name.startswith("weights/")
-        }
+        {name: array for name, array in to_arrays(update).items() if not name.startswith("weights/")}
         for update in updates
     ]
-    names = {name for part in parts for name in part}
-    usual = {name: Counter(part[name] for part in parts if name in part).most_common(1)[0][0] for name in names}
-    odd = [[name for name, kind in part.items() if kind != usual[name]] for part in parts]
+    told = Counter((name, _kind(array)) for part in parts for name, array in part.items() if array.numel())
+    usual = {name: kind for (name, kind), _ in reversed(told.most_common())}
     return [
-        f"'{found[0]}' is {part[found[0]]}, that of most others {usual[found[0]]}" if found else None
-        for part, found in zip(parts, odd, strict=True)
+        next(
+            (
+                f"'{name}' is {_kind(array)}, that of most others {usual[name]}"
+                for name, array in part.items()
+                if name in usual and _kind(array) != usual[name] and (array.numel() or usual[name].endswith("[]"))
+            ),
+            None,
+        )
+        for part in parts
     ]
+
+
+def _kind(array: Tensor) -> str:
+    return f"{array.dtype} {list(array.shape)}"

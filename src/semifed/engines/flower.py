@@ -354,7 +354,10 @@ def _answered(letter: Letter, folder: Path) -> Letter:
         data = data._replace(labelled=data.labelled[:0], labels=data.labels[:0])
     if recipe.scenario.classes == "novel":
         data = data.apart()
-    return answer(letter, data, HeldStore(state / "kept" / str(letter.facts["run"])), share=client.share)
+    run = str(letter.facts["run"])
+    if not run.isalnum():
+        raise UserError("a letter names a run that could lie anywhere on this machine: it is not answered")
+    return answer(letter, data, HeldStore(state / "kept" / run), share=client.share)
 
 
 def deployed_server() -> ServerApp:

@@ -27,6 +27,8 @@ from semifed.wire import from_arrays, to_arrays
 Facts = dict[str, Any]  # text, numbers and lists of them
 Share = Literal["nothing", "losses", "all"]
 NEVER = -1  # the round of a client that has no finished one
+LONGEST = 300  # letters of a text that a client may have shown
+MOST_TERMS = 100  # of a loss, and letters of the name of one
 
 
 class Letter(NamedTuple):
@@ -113,20 +115,26 @@ def reply_of(
     """
     facts = letter.facts
     if facts.get("round") != round_:
-        return ClientFailure(client, f"its answer was refused: it is for round {facts.get('round')}")
+        return ClientFailure(client, f"its answer was refused: it is for round {_legible(facts.get('round'))}")
     if "failed" in facts:
-        return ClientFailure(client, str(facts["failed"]))
+        return ClientFailure(client, _legible(facts["failed"]))
     _, _, up_type, _ = payload_types(method)
     up = {name.removeprefix("up/"): array for name, array in letter.arrays.items() if name.startswith("up/")}
     try:
         return Reply(from_arrays(up_type, up), None, _told(client, letter, share))
-    except (ValueError, TypeError, KeyError) as error:
-        return ClientFailure(client, f"its update was refused: {error}")
+    except Exception as error:  # whatever a client sends may cost its own update, nothing else
+        return ClientFailure(client, f"its update was refused: {_legible(error)}")
 
 
 def failed(round_: int, reason: str) -> Letter:
     """The letter of a client that cannot deliver."""
     return Letter({}, {"round": round_, "failed": reason})
+
+
+def _legible(said: object) -> str:
+    """What a client says, as a line that may be shown and stored: it could send anything."""
+    text = "".join(letter if letter.isprintable() else " " for letter in str(said)[:LONGEST])
+    return text + ("…" if len(str(said)) > LONGEST else "")
 
 
 def _losses(record: ClientRecord) -> Facts:
@@ -147,10 +155,18 @@ def _told(client: int, letter: Letter, share: Share) -> ClientRecord:
     sums, numbers = (map(float, facts.get(name, [])) for name in ("measured_sums", "measured_numbers"))
     return ClientRecord(
         client,
-        int(facts.get("steps", 0)),
-        int(facts.get("images", 0)),
-        dict(zip(map(str, facts.get("terms", [])), map(float, facts.get("term_values", [])), strict=True)),
+        max(int(facts.get("steps", 0)), 0),
+        max(int(facts.get("images", 0)), 0),
+        dict(zip(_names(facts.get("terms", [])), map(float, facts.get("term_values", [])), strict=True)),
         from_arrays(PseudoLabels, pseudo) if pseudo and share == "all" else None,
         float(facts["seconds"]),
-        dict(zip(map(str, facts.get("measured", [])), zip(sums, numbers, strict=True), strict=True)),
+        dict(zip(_names(facts.get("measured", [])), zip(sums, numbers, strict=True), strict=True)),
     )
+
+
+def _names(told: Any) -> list[str]:
+    """Of terms of a loss, as short as ours are."""
+    names = [str(name) for name in told]
+    if len(names) > MOST_TERMS or any(len(name) > MOST_TERMS or not name.isprintable() for name in names):
+        raise ValueError("it tells of terms that no loss has")
+    return names

@@ -31,6 +31,7 @@ class Memory(NamedTuple):
     unknown_threshold: Tensor  # tau_ood
     sure: Tensor = torch.zeros(2, dtype=torch.int64)  # images surely known and surely unknown since tau_ood was set
     seen: Tensor = torch.tensor(0)  # images since then
+    checksum: Tensor = torch.tensor(0)  # of the images these positions are of
 
 
 class Const(NamedTuple):
@@ -57,11 +58,12 @@ class FedSCOMatch(Method[Server, Down, Up, Const, Memory]):
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Memory | None, visit: Visit
     ) -> Local[Const, Memory]:
-        if kept is None or len(kept.position) == 0:
+        checksum = torch.tensor(data.checksum())
+        if kept is None or len(kept.position) == 0 or not torch.equal(kept.checksum, checksum):
             score = known_confidence(_with_unknown(data.plain_outputs(net)))
             count = max(1, int(self.first_share * len(score)))  # what exceeds the capacity goes in the first step
             first = score.argsort(stable=True)[:count].flip(0)  # the most known of them leaves the queue first
-            kept = Memory(first, score[first], torch.tensor(self.unknown_threshold))
+            kept = Memory(first, score[first], torch.tensor(self.unknown_threshold), checksum=checksum)
         return Local(data, Const(data, kept), kept)
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
@@ -99,9 +101,9 @@ class FedSCOMatch(Method[Server, Down, Up, Const, Memory]):
         scores = torch.cat([memory.score, score])[-capacity:]
         sure, seen = memory.sure + sure_counts(logits, self.threshold), memory.seen + len(position)
         if 2 * int(seen) < held:
-            return Memory(queue, scores, memory.unknown_threshold, sure, seen)
+            return memory._replace(position=queue, score=scores, sure=sure, seen=seen)
         anew = ratio_threshold(sure, self.threshold, self.least_unknown_threshold, self.unknown_threshold)
-        return Memory(queue, scores, anew)
+        return Memory(queue, scores, anew, checksum=memory.checksum)
 
     def keep(self, net: Net, local: Local[Const, Memory], const: Const) -> Memory:
         return const.memory
