@@ -118,6 +118,7 @@ def test_a_run_in_a_pipe_prints_plain_lines_and_writes_where_it_says(
         "checkpoint",
         "features.json",
         "model",
+        "data.json",
         "partition.json",
         "recipe.toml",
         "report.html",

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
@@ -23,6 +24,7 @@ from command import (
     written,
 )
 from semifed.assembly import Parts, prepare_run
+from semifed.errors import UserError
 from semifed.progress import Silent
 from semifed.recipe import check_recipe
 from semifed.run import execute
@@ -119,6 +121,18 @@ def test_missing_lines_and_stray_parts_do_not_hinder(parts: Parts, tmp_path: Pat
     assert rounds_of(out) == [2]
     assert leftovers(out) == []
     assert_same_weights(out, tmp_path / "whole")
+
+
+def test_a_run_does_not_go_on_with_other_images(parts: Parts, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(parts, out)
+    (out / "summary.json").unlink()
+    dataset = parts.scenario.dataset
+    other = parts.scenario._replace(dataset=dataset._replace(y_train=(dataset.y_train + 1) % 10))
+    with pytest.raises(UserError, match="was started with other images than digits has now: a resumed run keeps"):
+        run(replace(parts, scenario=other), out, resume=True)
+    (out / "data.json").unlink()  # as in runs of before
+    run(parts, out, resume=True)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def left_behind(name: str, chosen: Recipe, overrides: Sequence[str] = ()) -> lis
     given = {override.partition("=")[0].strip() for override in overrides}
     return [
         f"method.{key}: {shown(value)} in the recipe is for {own.get('name')}; {other['name']} runs with "
-        f"{shown(other[key])} (method.{key}={value} compares like with like)"
+        f"{shown(other[key])} (method.{key}={shown(value)} compares like with like)"
         for key, value in own.items()
         if key != "name" and key in other and other[key] != value and f"method.{key}" not in given
     ]

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,6 +33,7 @@ from semifed.server import ServerSite
 from semifed.threshold import Threshold, rejection_threshold
 from semifed.wire import Weights, fault_of, odd_ones_out, size_in_bytes
 
+IMAGES = "data.json"  # what the images of a run are, by their hash
 MOST_STRIPS = 60  # groups whose images are shown, the largest first
 
 
@@ -124,6 +125,7 @@ class RoundLoop:
         self.rundir.truncate_rounds(last and last.round, last and last.record)
         evaluation: Evaluation | None = None
         if last is None:
+            self.rundir.write_json(IMAGES, {"data_hash": self._data_hash})
             if self.scenario.holdings:  # nobody knows what clients elsewhere hold
                 # On one line: spread over many, the counts of 100,000 clients would be 20 MB.
                 self.rundir.write_bytes("partition.json", json.dumps(class_counts(self.scenario)).encode())
@@ -131,12 +133,26 @@ class RoundLoop:
             server, evaluation = self._setup()
             first = 1
         else:
+            self._refuse_other_images()
             server, first = last.server, last.round + 1
             self.engine.resume(last.left, last.held)
         self.reporter.started(first - 1, self.recipe.rounds)
         for round_ in range(first, self.recipe.rounds + 1):
             server, evaluation = self._round(round_, server)
         return self._finish(server, evaluation)
+
+    @cached_property
+    def _data_hash(self) -> str:
+        return content_hash(self.scenario.dataset)
+
+    def _refuse_other_images(self) -> None:
+        """Another file under the same name would go unnoticed: the recipe says where images lie, not what they are."""
+        begun = self.rundir.read_json(IMAGES)
+        if begun is not None and begun["data_hash"] != self._data_hash:
+            raise UserError(
+                f"{self.rundir.path} was started with other images than {self.recipe.dataset} has now: a resumed run "
+                "keeps its data; choose another --out for a new one"
+            )
 
     def _setup(self) -> tuple[Any, Evaluation]:
         started = perf_counter()
@@ -265,7 +281,7 @@ class RoundLoop:
         facts = {
             "threshold": {"value": threshold.value, "accept": accept, **evaluation.at_threshold(threshold.value)},
             "per_class": evaluation.per_class,
-            "data_hash": content_hash(dataset),
+            "data_hash": self._data_hash,
             "device": self.recipe.engine.device,
             "workers": getattr(self.engine, "workers", None),
             **self._spent(),

@@ -59,11 +59,7 @@ class RunDirectory:
     def finished(self, recipe: Recipe) -> dict[str, Any] | None:
         """The summary of this recipe's run, if it is finished; a run of another recipe is refused."""
         self._refuse_another_run(recipe)
-        try:
-            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return summary
+        return self.read_json("summary.json")
 
     def _refuse_another_run(self, recipe: Recipe) -> None:
         stored = self.path / "recipe.toml"
@@ -148,6 +144,14 @@ class RunDirectory:
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """A JSON file of the directory."""
         write_atomically(self.path / name, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the directory; None where it has none, or a damaged one."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return content
 
     def write_bytes(self, name: str, content: bytes) -> None:
         """Any other file of the directory."""

@@ -338,6 +338,6 @@ def threshold_words(run: Run) -> str:
     others = "" if rejected is None else f" and rejects {rejected:.1%} of the seen unknowns"
     return (
         f"The delivered model says \u201cunknown\u201d above a score of {value:.3g}, chosen on the server's labels "
-        f"to accept {asked:.0%} of new known images. "
+        f"to accept {100 * asked:g}% of new known images. "
         f"Of the test images it accepts {accepted:.1%} of the known ones{others}."
     )

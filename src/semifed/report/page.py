@@ -15,7 +15,7 @@ from semifed.report.figures import Chart
 from semifed.report.html import render, write_page
 from semifed.report.opinions import opinion_charts
 from semifed.report.partition import draw_partition
-from semifed.report.rundir_reader import Run, finite, read_run
+from semifed.report.rundir_reader import RoundLine, Run, finite, read_run
 from semifed.report.words import (
     MISSING,
     budget_words,
@@ -103,7 +103,7 @@ def report_page(run: Run) -> str:
         score_table=openset.score_table(run),
         threshold=openset.threshold_words(run),
         failures=_failure_rows(run),
-        asked=sum(line.client_count for line in run.rounds),
+        asked=sum(line.client_count + len(line.failures) for line in run.rounds),
         settings=_settings(run.recipe),
         provenance=_provenance(run),
         versions=sorted((run.summary.get("versions") or {}).items()),
@@ -124,7 +124,8 @@ def _key_figures(run: Run) -> list[KeyFigure]:
     figures = []
     if run.evaluated or run.metrics:
         at = f"round {run.evaluated[-1].number}" if run.evaluated else "last round"
-        mean_of = f"mean of last {min(10, len(run.evaluated)) or 10} tests"
+        tests = len(_last_tests(run)) or 10
+        mean_of = f"mean of last {tests} tests" if tests > 1 else "the only test"
         unit = "%" if is_fraction(headline) else ""
         title = metric_title(headline)
         figures = [
@@ -193,7 +194,7 @@ def _curves(run: Run) -> list[Chart]:
         charts.append(
             round_chart(
                 "Training loss",
-                "terms of the loss, averaged over the clients of a round",
+                "terms of the loss, averaged over the steps of a round's clients",
                 [(term, term) for term in terms],
                 trained,
                 lambda line, term: line.loss.get(term),
@@ -236,8 +237,13 @@ def _family_note(members: Sequence[str]) -> str:
     return metric_meaning(members[0]) if len(members) == 1 or members[0] in ("all", "all_balanced") else ""
 
 
+def _last_tests(run: Run) -> list[RoundLine]:
+    """Those behind the mean of the last ten: the test before any training is none of them."""
+    return [line for line in run.evaluated if line.number][-10:]
+
+
 def _last_rounds(run: Run) -> dict[str, Any]:
-    lines = run.evaluated[-10:]
+    lines = _last_tests(run)
     metrics = _plain({metric for line in lines for metric in line.metrics})
     return {
         "metrics": [metric_title(metric) for metric in metrics],

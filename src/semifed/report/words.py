@@ -11,7 +11,7 @@ _METRIC_WORDS = {
     "accuracy": ("Accuracy", "test images of the known classes that were put into the right class"),
     "auroc_seen": (
         "AUROC, seen unknowns",
-        "how well the unknown score separates known classes from unknown ones that also occur in the clients' data; "
+        "how well the unknown score separates known classes from the other ones of the same data; "
         "50 is guessing, 100 is perfect",
     ),
     "auroc_overall": ("AUROC, overall", "mean of the AUROC on seen unknowns and that on the unseen sets"),
@@ -221,7 +221,8 @@ def _labels_words(scenario: Mapping[str, Any]) -> str:
     if per_class is not None:
         words += f", {count(per_class)} per class"
     elif fraction is not None:
-        words += f", {100 * fraction:g} % of the images"
+        known = " of known classes" if scenario.get("classes") in ("open", "novel") else ""
+        words += f", {100 * fraction:g} % of the images{known}"
     return words
 
 
