@@ -106,3 +106,26 @@ def test_a_sweep_keeps_finished_runs_resumes_others_and_refuses_foreign_ones(
     third = semifed(capsys, "sweep", recipe, "local.lr=0.05,0.1", "rounds=3", "--out", "grid")
     assert third.code == 2
     assert "was started with rounds = 2, now it is 3" in third.err
+
+
+def test_a_run_that_fails_does_not_keep_the_others_from_running(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    axes = (
+        "local.lr=1e6,0.05",
+        "server.lr=0.05",
+        "method.threshold=0",
+        "local.steps=9",
+        "local.weight_decay=1",
+        "rounds=1",
+    )
+    for _ in range(2):  # it is tried again, and again nothing else waits for it
+        outcome = semifed(capsys, "sweep", recipe, *axes, "--out", "grid")
+        assert outcome.code == 2
+        assert "failed: round 1: only 0 of" in outcome.out
+        assert outcome.err == "error: 1 of 2 runs failed: fedfixmatch-local.lr=1e6-seed0\n"
+        assert Path("grid/fedfixmatch-local.lr=0.05-seed0/summary.json").exists()
+        assert Path("grid/compare.html").exists()
+    alone = semifed(capsys, "sweep", recipe, "local.lr=1e6", *axes[1:], "--out", "lost")
+    assert alone.code == 2
+    assert "1 of 1 runs failed" in alone.err

@@ -14,7 +14,14 @@ from rich.table import Table
 from semifed import __version__
 from semifed.deploy.commands import app as deploy
 from semifed.errors import UserError, nearest
-from semifed.execution import carry_out, carry_out_all, leaving_at_once, refuse_what_cannot_run, unfinished
+from semifed.execution import (
+    carry_out,
+    carry_out_all,
+    leaving_at_once,
+    refuse_failed,
+    refuse_what_cannot_run,
+    unfinished,
+)
 from semifed.model_commands import discover, export, predict
 from semifed.terminal import say, say_once, terminal
 
@@ -101,12 +108,15 @@ def sweep(
     say_once(line for _, loaded in runs for line in left_behind(recipe, loaded, axes or ()))
     waiting = unfinished(runs, out)
     refuse_what_cannot_run([loaded for name, loaded in runs if name in waiting])
-    carry_out_all(runs, waiting, out)
-    made = [out / name for name, _ in runs]
+    failed = carry_out_all(runs, waiting, out)
+    made = [out / name for name, _ in runs if name not in failed]
+    if not made:
+        refuse_failed(failed, runs)
     comparison = compare_runs(made, floor=floor, ceiling=ceiling, reach=reach, against=against)
     comparison.table(terminal())
     comparison.write_html(out / "compare.html")
     say(f"curves: {out / 'compare.html'}")
+    refuse_failed(failed, runs)
 
 
 @app.command()

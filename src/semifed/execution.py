@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from semifed.errors import UserError
 from semifed.terminal import say, terminal
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: the command line is parsed before
@@ -70,18 +71,30 @@ def carry_out(
     return result
 
 
-def carry_out_all(runs: "Runs", waiting: Mapping[str, bool], out: Path) -> None:
-    """One run after the other, those that wait."""
+def carry_out_all(runs: "Runs", waiting: Mapping[str, bool], out: Path) -> list[str]:
+    """One run after the other, those that wait; the names of those that could not be finished."""
     from semifed.report import write_report
 
+    failed = []
     for number, (name, recipe) in enumerate(runs, 1):
         state = "" if name in waiting else ": finished before"
         say(f"[{number}/{len(runs)}] {name}{state}")
         if name in waiting:
             quiet = not terminal().is_terminal
-            carry_out(recipe, out / name, resume=waiting[name], quiet=quiet, go_on="give the same command again")
+            try:
+                carry_out(recipe, out / name, resume=waiting[name], quiet=quiet, go_on="give the same command again")
+            except UserError as error:  # the others may go well
+                say(f"failed: {error}")
+                failed.append(name)
         elif not (out / name / "report.html").exists():
             write_report(out / name)
+    return failed
+
+
+def refuse_failed(failed: "Sequence[str]", runs: "Runs") -> None:
+    """What is shown of the others is not all that was asked for."""
+    if failed:
+        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
 
 
 def unfinished(runs: "Runs", out: Path) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.table import Table
 
 from semifed.errors import UserError, nearest
-from semifed.execution import carry_out_all, refuse_what_cannot_run, unfinished
+from semifed.execution import carry_out_all, refuse_failed, refuse_what_cannot_run, unfinished
 from semifed.paper_tables import SCALES, Cell, PaperTable, paper_table, selected, table_names
 from semifed.terminal import say, terminal
 
@@ -141,8 +141,10 @@ def reproduce(name: str, asked: Asked) -> None:
     elif to_do:
         refuse_what_cannot_run([run.recipe for run in to_do])
         able = [run for run in runs if run in done or run in to_do]
-        carry_out_all([(run.name, run.recipe) for run in able], waiting, out)
-        plan.show(able)
+        named = [(run.name, run.recipe) for run in able]
+        failed = carry_out_all(named, waiting, out)
+        plan.show([run for run in able if run.name not in failed])
+        refuse_failed(failed, named)
     for path in (asked.markdown, asked.csv):
         if path is not None:
             say(f"written: {path}")
