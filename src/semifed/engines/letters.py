@@ -133,8 +133,9 @@ def failed(round_: int, reason: str) -> Letter:
 
 def _legible(said: object) -> str:
     """What a client says, as a line that may be shown and stored: it could send anything."""
-    text = "".join(letter if letter.isprintable() else " " for letter in str(said)[:LONGEST])
-    return text + ("…" if len(str(said)) > LONGEST else "")
+    text = str(said)
+    shown = "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST])
+    return shown + ("…" if len(text) > LONGEST else "")
 
 
 def _losses(record: ClientRecord) -> Facts:
