@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from semifed.method import payload_types
 from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import build_network
+from semifed.models.stem_store import StemStore
 from semifed.net import Net
 from semifed.privacy import Privacy, refuse_further_numbers, spent
 from semifed.process import computes_bfloat16
@@ -66,8 +68,12 @@ def build_net(
     shape: Sequence[int],
     classes: int,
     normalised: Normalisation | None = None,
+    stems: str | None = None,
 ) -> Net:
-    """The network of a recipe with its initial weights; a pretrained one must know how images are normalised."""
+    """The network of a recipe with its initial weights; a pretrained one must know how images are normalised.
+
+    What its frozen part says is kept in the directory `stems`, if one is given.
+    """
     channels, height, width = shape
     network = build_network(
         recipe.model.name,
@@ -85,7 +91,17 @@ def build_net(
     )
     precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.precision]
     device = torch.device(recipe.engine.device)
-    return Net(network, recipe.batchnorm, device, precision, graphs=recipe.engine.graphs)
+    net = Net(network, recipe.batchnorm, device, precision, graphs=recipe.engine.graphs)
+    if stems is not None:
+        if not (frozen := net.frozen_weights()):
+            raise UserError(f"engine.stems: nothing of {recipe.model.name} is frozen; leave it out")
+        told = repr((recipe.model.name, recipe.model.input_size, recipe.model.trainable, normalised))
+        try:
+            Path(stems).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"engine.stems: {stems} cannot be written: {error.strerror}") from None
+        network.stems = StemStore(Path(stems), frozen, told)
+    return net
 
 
 def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
@@ -98,14 +114,18 @@ def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
 
 
 def build_workplace(
-    recipe: Recipe, shape: Sequence[int], classes: int, normalised: Normalisation | None = None
+    recipe: Recipe,
+    shape: Sequence[int],
+    classes: int,
+    normalised: Normalisation | None = None,
+    stems: str | None = None,
 ) -> Workplace:
-    """What each process needs to act as a client."""
+    """What each process needs to act as a client; only its own machine may say where it keeps `stems`."""
     method = recipe.build_method()
     local = recipe.local
     return Workplace(
         method,
-        build_net(recipe, method, shape, classes, normalised),
+        build_net(recipe, method, shape, classes, normalised, stems),
         Budget(None if local.steps else local.epochs or 1, local.steps, local.batch, local.unlabelled_ratio),
         optimiser(recipe),
         local.keep_optimizer,
@@ -120,7 +140,7 @@ def workplace_of(parts: Parts) -> Callable[[], Workplace]:
     scenario = parts.scenario
     normalised = Normalisation(scenario.views.mean, scenario.views.std)
     shape = tuple(scenario.dataset.x_train.shape[1:])
-    return partial(build_workplace, parts.recipe, shape, len(scenario.known), normalised)
+    return partial(build_workplace, parts.recipe, shape, len(scenario.known), normalised, parts.recipe.engine.stems)
 
 
 def _attack(recipe: Recipe, classes: int) -> Attack | None:
@@ -172,7 +192,7 @@ def assemble(parts: Parts) -> tuple[Net, Evaluator]:
             privacy, clients=2, cohort=1, rounds=1, visits=1
         )  # a missing accountant is told before anything is written
     normalised = Normalisation(scenario.views.mean, scenario.views.std)
-    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known), normalised)
+    net = build_net(recipe, parts.method, images.shape[1:], len(scenario.known), normalised, recipe.engine.stems)
     for view in (scenario.views.weak, scenario.views.strong):
         view(images[:2], torch_stream(0))
     return net, evaluator

@@ -1,9 +1,11 @@
 """How a process that trains small networks should run."""
 
 import ctypes
+import platform
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -51,3 +53,14 @@ def computes_bfloat16(device: str) -> bool:
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True).returncode == 0
+
+
+@cache
+def processor() -> str:
+    """What the system calls it."""
+    described = Path("/proc/cpuinfo")
+    if described.exists():
+        for line in described.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

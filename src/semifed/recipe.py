@@ -214,13 +214,18 @@ class EngineTable(Table):
     device: Literal["cpu", "cuda"] = "cpu"
     timeout: Positive | None = None
     graphs: bool = False  # replay the passes of training steps as CUDA graphs
+    stems: Text | None = None  # directory where runs that draw the same views share what a frozen backbone says
 
     @model_validator(mode="after")
     def _one_process_on_a_gpu(self) -> "EngineTable":
         if self.device == "cpu":
             if self.graphs:
                 raise ValueError("graphs: only a GPU replays passes; use engine.device=cuda, or leave it out")
+            if self.stems is not None and self.name != "local":
+                raise ValueError(f"stems: the clients of {self.name} keep nothing here; use engine.name=local")
             return self
+        if self.stems is not None:
+            raise ValueError("stems: a GPU computes them faster than a disk reads them; leave it out")
         if self.name != "local":
             raise ValueError(f"device: the engine {self.name} runs on the processor; use engine.name=local")
         if self.workers > 1:

@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import semifed
 from semifed.engines.local import available_cores
+from semifed.process import processor
 from semifed.rundir import git_revision
 
 Cell = str | int | float | None
@@ -79,7 +79,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": available_cores(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
@@ -89,15 +89,6 @@ def machine() -> dict[str, Any]:
         "revision": git_revision(),
         **{name: found for name in ("flwr", "ray", "pfl", "kornia", "pillow") if (found := _version(name))},
     }
-
-
-def _processor() -> str:
-    described = Path("/proc/cpuinfo")
-    if described.exists():
-        for line in described.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -31,6 +31,7 @@ from semifed.models.heads import (
     class_head_spec,
     further_head_spec,
 )
+from semifed.models.stem_store import StemStore
 from semifed.models.vit import VisionTransformer
 
 __all__ = ["MODELS", "HeadSpec", "Network", "Output", "build_network"]
@@ -50,6 +51,7 @@ class Network(nn.Module):
     backbone: Backbone
     classifier: nn.Module
     heads: nn.ModuleDict
+    stems: StemStore | None = None  # where stems are kept from run to run
 
     def __init__(self, backbone: Backbone, classifier: nn.Module, heads: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -63,7 +65,9 @@ class Network(nn.Module):
 
     def stem(self, x: Tensor) -> Tensor:
         """What training never changes about images: maps [n, ...]."""
-        return self.backbone.frozen_part(x)
+        if self.stems is None:
+            return self.backbone.frozen_part(x)
+        return self.stems.maps(x, self.backbone.frozen_part)
 
     def after_stem(self, maps: Tensor) -> Output:
         """All outputs, given what `stem` said of the images."""
