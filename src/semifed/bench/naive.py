@@ -1,7 +1,8 @@
 """Federated FixMatch as the papers' own code is written.
 
 It is the baseline it is: every image is opened and augmented by Pillow on its own, every client of every round gets new
-data loaders, an optimiser and deep copies of the model, all in one process.
+data loaders, an optimiser and deep copies of the model, whose maps lie channel by channel as PyTorch makes them, all in
+one process.
 """
 
 import copy
@@ -20,13 +21,15 @@ from semifed.data.client import ClientData
 from semifed.process import settle
 from semifed.rng import Key, numpy_stream, stream_seed, torch_stream
 
+LAYOUT = torch.contiguous_format  # of maps, where nobody asks for another
+
 
 def naive_rounds(parts: Parts, steady: int) -> Lap:
     """Some rounds of the naive loop, and one before them."""
     settle()  # as semifed's turn leaves this process: whoever comes first must not matter
     began = perf_counter()
     job, recipe = Job.of(parts), parts.recipe
-    network = new_network(parts)
+    network = new_network(parts, LAYOUT)
     steps = images = 0
     marks = [perf_counter()]
     for round_ in range(steady + 1):

@@ -14,7 +14,7 @@ from semifed.bench.naive import naive_rounds
 from semifed.bench.plain_loop import Job, Lap
 from semifed.bench.rounds import run_rounds
 from semifed.bench.work import work_of
-from semifed.bench.workload import FEDAVG_DENSE, FIXMATCH_CNN, MANY_SMALL, Workload
+from semifed.bench.workload import FEDAVG_DENSE, FIXMATCH_CNN, MANY_SMALL, SAGE_NETWORK, Workload
 
 STEADY = 2  # rounds of a turn that count
 NOTES = (
@@ -25,6 +25,8 @@ NOTES = (
     "go) with its SGD, in processes that keep freed memory as its own do, so their rows compare engines.",
     "The row of naive clients is Flower with the naive loop's clients, whose processes give freed memory back: what a "
     "user of Flower runs who takes over a paper's code.",
+    "Maps lie channels last, which is quick on processors, but for naive clients and the naive loop: these leave them "
+    "as PyTorch makes them.",
     "Flower's client app builds its network for each message, as Flower's own examples do; its process keeps the data.",
     "pfl trains one client after the other in one process; several processes must be started by torchrun. It does not "
     "average the statistics of batch norm, which are no parameters, so it has a little less to do.",
@@ -50,15 +52,17 @@ class Contestant(NamedTuple):
 
 
 def against_peers(folder: Path, turns: int, workers: int) -> list[Table]:
-    """Clients that train for seconds, where networks decide, many that train for moments, where engines do, and many
-    with large networks, where what is sent counts too."""
-    return [compared(load, folder, turns, workers, STEADY) for load in (FIXMATCH_CNN, MANY_SMALL, FEDAVG_DENSE)]
-
-
-def compared(workload: Workload, folder: Path, turns: int, workers: int, steady: int) -> Table:
-    """All contestants on one workload."""
-    parts = workload.parts(folder)
+    """Clients that train for seconds, where networks decide, many that train for moments, where engines do, many with
+    large networks, where what is sent counts too; and a paper's own network beside the naive loop alone."""
     everyone = contestants(workers)
+    tables = [compared(load, folder, turns, everyone, STEADY) for load in (FIXMATCH_CNN, MANY_SMALL, FEDAVG_DENSE)]
+    code_alone = [one for one in everyone if not one.needs]
+    return [*tables, compared(SAGE_NETWORK, folder, turns, code_alone, STEADY)]
+
+
+def compared(workload: Workload, folder: Path, turns: int, everyone: Sequence[Contestant], steady: int) -> Table:
+    """Contestants on one workload, semifed first."""
+    parts = workload.parts(folder)
     laps: dict[str, list[Lap]] = {one.name: [] for one in everyone}
 
     def turn(one: Contestant) -> float:

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from semifed.assembly import Parts, prepare_run
-from semifed.bench.naive import train_naively
+from semifed.bench.naive import LAYOUT, train_naively
 from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, new_network, train
 from semifed.engines import flower
 from semifed.errors import UserError
@@ -41,7 +41,8 @@ def client_app(recipe: str, *, naive: bool) -> ClientApp:
         if not naive:
             settle()
         parts, client = _parts(recipe), int(context.node_config["partition-id"])
-        data, job, network = parts.scenario.client(client), Job.of(parts), new_network(parts)
+        data, job = parts.scenario.client(client), Job.of(parts)
+        network = new_network(parts, LAYOUT) if naive else new_network(parts)
         received: Any = message.content["arrays"]
         network.load_state_dict(received.to_torch_state_dict())
         if naive:

@@ -73,11 +73,11 @@ class Job(NamedTuple):
         raise ValueError("plain loops are written for fixmatch-lpl and fedavg")
 
 
-def new_network(parts: Parts) -> nn.Module:
-    """The network of a recipe: everyone trains the same one, in the memory format that is quick here."""
+def new_network(parts: Parts, layout: torch.memory_format = torch.channels_last) -> nn.Module:
+    """The network of a recipe: everyone trains the same one, unless told otherwise in the layout that is quick here."""
     shape = parts.scenario.dataset.x_train.shape[1:]
     network: nn.Module = build_net(parts.recipe, parts.method, shape, len(parts.scenario.known)).network
-    return network
+    return network.to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
 
 def step_loss(network: nn.Module, seen: StepViews, job: Job) -> Tensor:
