@@ -297,6 +297,30 @@ def test_table_fits_the_terminal_and_keeps_what_matters(tmp_path: Path, width: i
     )
 
 
+def test_very_different_recipes_leave_the_numbers_room(tmp_path: Path) -> None:
+    """Twelve settings in columns of their own had pushed out the method and every metric."""
+    unlike: dict[str, Any] = {"labels": "server", "clients": 100, "partition": "iid", "labelled_per_class": 40}
+    local = {"lr": 0.01, "clip": 1.0, "momentum": 0.9, "batch": 128, "weight_decay": 5e-4, "steps": 30}
+    further: dict[str, float | None] = {"msp.auroc_seen": 0.8}
+    write_run(tmp_path / "a", "openfl", scenario=unlike, local=local, clients_per_round=10, metrics=further)
+    write_run(tmp_path / "b", "sage", curve=[0.1, 0.9])
+    comparison = compare_runs([tmp_path])
+    text = printed(comparison, 80, all_metrics=True)
+    first = text.splitlines().index(next(line for line in text.splitlines() if "accuracy" in line))
+    assert all(word in text for word in ("70.0", "90.0", "openfl", "sage"))
+    assert "No room for: accuracy" not in text
+    assert [line.split()[:2] for line in text.splitlines()[first + 2 :] if line.strip()][:2] == [
+        [str(number), row.method] for number, row in enumerate(comparison.rows, start=1)
+    ]
+    flowing = " ".join(text.split())
+    for number, row in enumerate(comparison.rows, start=1):
+        told = ", ".join(f"{key} {value}" for key, value in row.differences.items() if value != "–")
+        assert f"{number}: {told}" in flowing
+    wide = printed(comparison, 400)
+    assert "1: " not in wide
+    assert "clients_per_round" in wide
+
+
 def test_very_narrow_terminal_still_prints(tmp_path: Path) -> None:
     assert "openfl" in printed(many(tmp_path), 24).replace("\n", "")
 

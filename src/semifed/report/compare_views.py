@@ -97,14 +97,34 @@ def _naming_columns(comparison: Comparison) -> list[Column]:
     return found
 
 
+def _numbered(comparison: Comparison, width: int) -> list[Column]:
+    """What names the rows in a terminal: numbers in place of settings that would leave the metrics no room."""
+    naming = _naming_columns(comparison)
+    if not comparison.keys or _total_width([*naming, *_metric_columns(comparison, comparison.headline)]) <= width:
+        return naming
+    method, *_, seeds = naming
+    return [Column("", "", [str(number) for number, _ in enumerate(comparison.rows, start=1)], True, 0), method, seeds]
+
+
+def _settings_of_numbers(comparison: Comparison) -> list[str]:
+    """What the numbers stand for."""
+    return [
+        f"{number}: " + ", ".join(f"{key} {value}" for key, value in row.differences.items() if value != MISSING)
+        for number, row in enumerate(comparison.rows, start=1)
+    ]
+
+
 def print_table(comparison: Comparison, console: "Console", *, hint: bool = True) -> None:
     """The main table in a terminal, as many columns as fit, with notes on how to read it."""
     from rich.text import Text
 
-    everything = columns(comparison)
+    naming, spelt_out = _numbered(comparison, console.width), _naming_columns(comparison)
+    everything = [*naming, *columns(comparison)[len(spelt_out) :]]
     shown = _fitting(everything, console.width)
     console.print(Text(_subject(comparison), style="bold"))
     print_columns(shown, _block_ends(comparison), console)
+    for line in _settings_of_numbers(comparison) if naming != spelt_out else []:
+        console.print(Text(line))
     left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
     notes = [*reading_notes(comparison, shown), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]
     further = len(further_columns(comparison))
@@ -116,7 +136,7 @@ def print_table(comparison: Comparison, console: "Console", *, hint: bool = True
 
 def print_further(comparison: Comparison, console: "Console") -> None:
     """All other metrics in a terminal, in as many tables as its width asks for."""
-    naming, waiting = _naming_columns(comparison), further_columns(comparison)
+    naming, waiting = _numbered(comparison, console.width), further_columns(comparison)
     while waiting:
         fitting = 1
         while fitting < len(waiting) and _total_width([*naming, *waiting[: fitting + 1]]) <= console.width:
