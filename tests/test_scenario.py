@@ -259,3 +259,27 @@ def test_validation_images_are_at_no_client(world: tuple[Dataset, Any, int], sha
         assert not kept & {*held.labelled.tolist(), *held.unlabelled.tolist()}
     truth = [scenario.known.index(int(dataset.y_train[image])) for image in scenario.validation.labelled]
     assert scenario.validation.labels.tolist() == truth
+
+
+def test_a_share_that_leaves_nobody_a_label_is_refused() -> None:
+    dataset = toy_dataset(per_class=12, classes=3, size=2)
+    with pytest.raises(UserError, match=r"labelled_fraction: 0.05 leaves nobody a label.* more than 9 images.*; 0.11 "):
+        build_scenario(dataset, settings_of(labelled_fraction=0.05), VIEWS, 0)
+    enough = build_scenario(dataset, settings_of(labelled_fraction=0.11), VIEWS, 0)
+    assert [len(held.labelled) for held in enough.holdings] == [1, 1, 1, 1]
+
+
+def test_clients_that_were_drawn_for_labels_and_have_nothing_to_label_are_told() -> None:
+    """Two clients of folders: the one with labels holds unknown images alone."""
+    dataset = toy_dataset(per_class=12, classes=3, size=2)
+    apart = dataset._replace(owner=(dataset.y_train == 2).long())
+    split = {"classes": "open", "known_count": 2, "clients": 2, "partition": "folders"}
+    told = settings_of(labels="some-clients", labelled_clients=1, **split)
+    outcomes: list[object] = []
+    for seed in range(8):
+        try:
+            outcomes.append(sum(len(held.labelled) for held in build_scenario(apart, told, VIEWS, seed).holdings))
+        except UserError as error:
+            outcomes.append(str(error))
+    refusal = "scenario.labelled_clients: the 1 that were drawn hold no image of a known class, so nobody has a label"
+    assert set(outcomes) == {24, f"{refusal}; give more, or another seed"}

@@ -287,6 +287,17 @@ def _label_within(parts: list[Positions], truth: Positions, settings: ScenarioSe
         knowns = part[truth[part] != UNKNOWN]
         labelled = np.sort(rng.permutation(knowns)[: round(fraction * len(knowns))])
         holdings.append(Holding(labelled, np.setdiff1d(part, labelled)))
+    if not any(len(held.labelled) for held in holdings):
+        most = max(int((truth[part] != UNKNOWN).sum()) for part in parts)
+        if settings.labels == "some-clients":
+            raise UserError(
+                f"scenario.labelled_clients: the {settings.labelled_clients} that were drawn hold no image of a known "
+                "class, so nobody has a label; give more, or another seed"
+            )
+        raise UserError(
+            f"scenario.labelled_fraction: {settings.labelled_fraction:g} leaves nobody a label, for no client holds "
+            f"more than {most} images of known classes; {1 / max(most, 1):.2g} gives that one a label"
+        )
     return holdings
 
 
