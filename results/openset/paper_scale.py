@@ -1,11 +1,11 @@
 """OpenFL on FashionMNIST at the paper's scale, in portions.
 
-    python results/openset/paper_scale.py MINUTES [KEY=VALUE ...]
+    python results/openset/paper_scale.py MINUTES [--state FILE.tar.xz KEY=VALUE ...]
 
-unpacks the run as far as it got (paper_scale.tar.xz beside this file, or nothing), goes on for so many minutes, packs
-it again and writes paper_scale.csv: one line a test, and beside it what the rounds since the last test took. A run
-that was stopped and resumed has the bits of one that was not; another processor may round otherwise, so each line
-names the one it was computed on. Overrides are for runs whose state is not kept here, with --state FILE.
+unpacks the run as far as it got (paper_scale.tar.xz beside this file) into runs/paper_scale, unless it is there, goes
+on for so many minutes, packs it again and writes paper_scale.csv: one line a test, and what the rounds since the test
+before took. A run that was stopped and resumed has the bits of one that was not; another processor may round otherwise,
+so each line names the one it was computed on. With another state file, overrides may try it on something smaller.
 """
 
 import csv
@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ METRICS = ("accuracy", "auroc_seen", "auroc_overall", "fpr95_seen")
 
 def go_on(run: Path, minutes: float, overrides: list[str]) -> None:
     """Train until the time is over or the run is done; Ctrl-C keeps the last finished round."""
-    command = [sys.executable, "-m", "semifed.cli", "run", RECIPE, *overrides, "--out", str(run), "--quiet"]
+    command = [sys.executable, "-m", "semifed", "run", RECIPE, *overrides, "--out", str(run), "--quiet"]
     resumed = [*command, "--resume"] if (run / "checkpoint").exists() else command
     process = subprocess.Popen(resumed, start_new_session=True)
     try:
@@ -82,25 +81,24 @@ def main() -> None:
     minutes, *rest = sys.argv[1:]
     state = Path(rest.pop(rest.index("--state") + 1)) if "--state" in rest else STATE
     overrides = [word for word in rest if word != "--state"]
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "paper-scale"
-        run.mkdir()
-        if state.exists():
-            with tarfile.open(state) as packed:
-                packed.extractall(run, filter="data")
-        go_on(run, float(minutes), overrides)
-        lines = table(run, note_processor(run))
-        with open(state.with_name(state.name.removesuffix(".tar.xz") + ".csv"), "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
-        partial = state.with_suffix(".partial")
-        with tarfile.open(partial, "w:xz") as packed:
-            for name in KEPT:
-                if (run / name).exists():
-                    packed.add(run / name, name)
-        partial.replace(state)
-        print(f"{records(run)[-1]['round']} rounds; {lines[-1]}")
+    name = state.name.removesuffix(".tar.xz")
+    run = Path("runs") / name
+    if state.exists() and not run.exists():
+        with tarfile.open(state) as packed:
+            packed.extractall(run, filter="data")
+    go_on(run, float(minutes), overrides)
+    lines = table(run, note_processor(run))
+    with open(state.with_name(f"{name}.csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    partial = state.with_suffix(".partial")
+    with tarfile.open(partial, "w:xz") as packed:
+        for part in KEPT:
+            if (run / part).exists():
+                packed.add(run / part, part)
+    partial.replace(state)
+    print(f"{records(run)[-1]['round']} rounds; {lines[-1]}")
 
 
 if __name__ == "__main__":
