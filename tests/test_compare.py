@@ -108,6 +108,12 @@ def test_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
     assert "99.9" not in text  # the best test round is no result
 
 
+def test_the_deviation_of_a_number_of_groups_is_rounded(tmp_path: Path) -> None:
+    for seed, groups in enumerate((10.0, 12.0, 12.0)):
+        write_run(tmp_path / str(seed), "fedlpa", seed, metrics={"all": 0.5, "clusters": groups})
+    assert "11.33 ± 1.2" in printed(compare_runs([tmp_path]), 200)
+
+
 def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
     comparison = compare_runs([write_run(tmp_path / "run")])
     assert only(comparison).metrics["accuracy"].std is None

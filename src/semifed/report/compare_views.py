@@ -243,7 +243,8 @@ def spread_text(metric: str, value: Spread | None, expected: int) -> str:
         return MISSING
     text = metric_value(metric, value.mean)
     if value.std is not None:
-        text += f" ± {metric_value(metric, value.std)}"
+        # The deviation of a count is no count.
+        text += f" ± {metric_value(metric, value.std) if is_fraction(metric) else f'{value.std:.2g}'}"
     return text if value.n == expected else f"{text} ({value.n} of {expected})"
 
 
