@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from semifed.paper_tables import Cell, Printed
 from semifed.report.compare import Spread, spread
-from semifed.report.compare_views import Column, print_columns, spread_text
+from semifed.report.compare_terminal import print_columns
+from semifed.report.compare_views import Column, spread_text
 from semifed.report.rundir_reader import read_run
 from semifed.report.words import MISSING, metric_title, signed
 

@@ -83,7 +83,7 @@ class Comparison:
 
     def table(self, console: "Console", *, all_metrics: bool = False) -> None:
         """Prints the table, leaving out the least important columns where the console is narrow."""
-        from semifed.report.compare_views import print_further, print_table
+        from semifed.report.compare_terminal import print_further, print_table
 
         print_table(self, console, hint=not all_metrics)
         if all_metrics:

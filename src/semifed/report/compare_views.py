@@ -1,9 +1,8 @@
-"""A comparison for the terminal and for the browser."""
+"""A comparison as columns and words, for the browser, and as plain numbers."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -24,9 +23,6 @@ from semifed.report.words import (
     split_metric,
 )
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _SHORT = {
     "clusters": "groups",
     "all_balanced": "all\nbalanced",
@@ -38,7 +34,6 @@ _SHORT = {
     "aupr_seen": "AUPR\nseen",
     "oscr_seen": "OSCR\nseen",
 }
-_GAP = 2  # blanks between columns of the terminal
 
 
 class Column(NamedTuple):
@@ -59,11 +54,11 @@ class Column(NamedTuple):
 def columns(comparison: Comparison) -> list[Column]:
     """The columns of the main table in reading order."""
     rows, headline = comparison.rows, comparison.headline
-    found = _naming_columns(comparison)
+    found = naming_columns(comparison)
     for metric in comparison.metrics:
         if metric not in MAIN_METRICS:
             continue
-        found += _metric_columns(comparison, metric)
+        found += metric_columns(comparison, metric)
         if metric == headline and any(row.role for row in rows):
             meaning = f"share of the way from floor to ceiling in {metric_title(headline)}, in percent, seed by seed"
             found.append(Column("gap\nclosed", meaning, [_gap_cell(row) for row in rows], True, 1))
@@ -82,11 +77,12 @@ def further_columns(comparison: Comparison) -> list[Column]:
         column
         for metric in comparison.metrics
         if metric not in MAIN_METRICS
-        for column in _metric_columns(comparison, metric)
+        for column in metric_columns(comparison, metric)
     ]
 
 
-def _naming_columns(comparison: Comparison) -> list[Column]:
+def naming_columns(comparison: Comparison) -> list[Column]:
+    """What names the rows: the method, the settings that differ, the number of seeds."""
     rows = comparison.rows
     found = [Column("method", "", [row.method + (" †" if row.unfinished else "") for row in rows], False, 0)]
     for key in comparison.keys:
@@ -97,78 +93,6 @@ def _naming_columns(comparison: Comparison) -> list[Column]:
     return found
 
 
-def _numbered(comparison: Comparison, width: int) -> list[Column]:
-    """What names the rows in a terminal: numbers in place of settings that would leave the metrics no room."""
-    naming = _naming_columns(comparison)
-    if not comparison.keys or _total_width([*naming, *_metric_columns(comparison, comparison.headline)]) <= width:
-        return naming
-    method, *_, seeds = naming
-    return [Column("", "", [str(number) for number, _ in enumerate(comparison.rows, start=1)], True, 0), method, seeds]
-
-
-def _settings_of_numbers(comparison: Comparison) -> list[str]:
-    """What the numbers stand for."""
-    return [
-        f"{number}: " + ", ".join(f"{key} {value}" for key, value in row.differences.items() if value != MISSING)
-        for number, row in enumerate(comparison.rows, start=1)
-    ]
-
-
-def print_table(comparison: Comparison, console: "Console", *, hint: bool = True) -> None:
-    """The main table in a terminal, as many columns as fit, with notes on how to read it."""
-    from rich.text import Text
-
-    naming, spelt_out = _numbered(comparison, console.width), _naming_columns(comparison)
-    everything = [*naming, *columns(comparison)[len(spelt_out) :]]
-    shown = _fitting(everything, console.width)
-    console.print(Text(_subject(comparison), style="bold"))
-    print_columns(shown, _block_ends(comparison), console)
-    for line in _settings_of_numbers(comparison) if naming != spelt_out else []:
-        console.print(Text(line))
-    left_out = [column.heading.replace("\n", " ") for column in everything if column not in shown]
-    notes = [*reading_notes(comparison, shown), *([f"No room for: {', '.join(left_out)}."] if left_out else [])]
-    further = len(further_columns(comparison))
-    if hint and further:
-        notes.append(f"{further} further metric{'' if further == 1 else 's'}: semifed compare --all-metrics.")
-    for note in notes:
-        console.print(Text(note, style="dim"))
-
-
-def print_further(comparison: Comparison, console: "Console") -> None:
-    """All other metrics in a terminal, in as many tables as its width asks for."""
-    naming, waiting = _numbered(comparison, console.width), further_columns(comparison)
-    while waiting:
-        fitting = 1
-        while fitting < len(waiting) and _total_width([*naming, *waiting[: fitting + 1]]) <= console.width:
-            fitting += 1
-        console.print()
-        print_columns([*naming, *waiting[:fitting]], _block_ends(comparison), console)
-        waiting = waiting[fitting:]
-
-
-def print_columns(shown: Sequence[Column], block_ends: Set[int], console: "Console") -> None:
-    """A table in a terminal, with a gap below each row in `block_ends`; words are folded to fit, numbers never."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in shown:
-        heading = Text(column.heading)
-        if column.numeric:
-            table.add_column(heading, justify="right", vertical="top", no_wrap=True, min_width=column.width)
-        else:
-            table.add_column(heading, vertical="top", overflow="fold")
-    for position in range(len(shown[0].cells)):
-        table.add_row(*(Text(column.cells[position]) for column in shown), end_section=position in block_ends)
-    console.print(table)
-    console.print()
-
-
-def _block_ends(comparison: Comparison) -> set[int]:
-    return {end for end, (row, below) in enumerate(pairwise(comparison.rows)) if below.block != row.block}
-
-
 def comparison_page(comparison: Comparison) -> str:
     """The comparison as HTML text."""
     rows = comparison.rows
@@ -176,9 +100,9 @@ def comparison_page(comparison: Comparison) -> str:
     everything, further = columns(comparison), further_columns(comparison)
     return render(
         "compare.html.j2",
-        subject=_subject(comparison),
+        subject=subject_of(comparison),
         columns=everything,
-        further=[*_naming_columns(comparison), *further] if further else [],
+        further=[*naming_columns(comparison), *further] if further else [],
         row_count=len(rows),
         starts_block=starts,
         notes=reading_notes(comparison, everything),
@@ -248,7 +172,8 @@ def spread_text(metric: str, value: Spread | None, expected: int) -> str:
     return text if value.n == expected else f"{text} ({value.n} of {expected})"
 
 
-def _metric_columns(comparison: Comparison, metric: str) -> list[Column]:
+def metric_columns(comparison: Comparison, metric: str) -> list[Column]:
+    """A metric after the last round, the headline also in the mean of the last ten tests."""
     rows = comparison.rows
     last = [spread_text(metric, row.metrics.get(metric), len(row.seeds)) for row in rows]
     headline = metric == comparison.headline
@@ -341,21 +266,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _fitting(everything: Sequence[Column], width: int) -> list[Column]:
-    shown = list(everything)
-    while _total_width(shown) > width:
-        last_to_keep = max(shown, key=lambda column: column.rank)
-        if last_to_keep.rank == 0:
-            break
-        shown = [column for column in shown if column.rank < last_to_keep.rank]
-    return shown
-
-
-def _total_width(columns: Sequence[Column]) -> int:
-    return sum(column.width + _GAP for column in columns) - _GAP
-
-
-def _subject(comparison: Comparison) -> str:
+def subject_of(comparison: Comparison) -> str:
     """What all rows have in common, as far as words exist for it."""
     differing = {key.removeprefix("scenario.") for key in comparison.keys if key.startswith("scenario.")}
     scenario = comparison.common.get("scenario") or {}
