@@ -114,19 +114,21 @@ def test_plain_flower_does_the_work_on_ray_and_ends_it(parts: Parts, naive: bool
 
 @needs_pfl
 @pytest.mark.filterwarnings("ignore")  # pfl's own
-def test_plain_pfl_does_the_work(either: Parts) -> None:
+@pytest.mark.parametrize("naive", [False, True])
+def test_plain_pfl_does_the_work(either: Parts, naive: bool) -> None:
     from semifed.bench.plain_pfl import pfl_rounds
 
-    assert_same_work(pfl_rounds(either, 2), 2, type(either.method))
+    assert_same_work(pfl_rounds(either, 2, naive=naive), 2, type(either.method))
 
 
 @needs_pfl
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_two_processes_of_pfl_do_the_work(parts: Parts) -> None:
+@pytest.mark.parametrize("naive", [False, True])
+def test_two_processes_of_pfl_do_the_work(parts: Parts, naive: bool) -> None:
     from semifed.bench.plain_pfl import torchrun_rounds
 
-    assert_same_work(torchrun_rounds(parts, 1, processes=2), 1)
+    assert_same_work(torchrun_rounds(parts, 1, processes=2, naive=naive), 1)
 
 
 def test_the_plain_loss_is_that_of_the_method(parts: Parts) -> None:
@@ -197,6 +199,7 @@ def test_the_table_says_who_is_missing_and_how_to_get_it(tmp_path: Path, monkeyp
         "Flower simulation, 1 Ray actor",
         "Flower simulation, 1 Ray actor, naive clients",
         "pfl-research, 1 process",
+        "pfl-research, 1 process, naive clients",
         "naive loop",
     ]
     assert rows["pfl-research, 1 process"][2:] == ["not installed: pip install 'pfl[pytorch]==0.6.0'", None]
@@ -228,6 +231,7 @@ def test_names_count_workers() -> None:
         "Flower simulation, 2 Ray actors",
         "Flower simulation, 2 Ray actors, naive clients",
         "pfl-research, 2 processes",
+        "pfl-research, 2 processes, naive clients",
         "pfl-research, 1 process",
         "naive loop",
     ]

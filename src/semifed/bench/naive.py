@@ -50,10 +50,10 @@ def naive_rounds(parts: Parts, steady: int) -> Lap:
 def train_naively(network: nn.Module, data: ClientData, job: Job, *address: Key) -> tuple[int, int]:
     """A client's round with new data loaders, image by image, and PyTorch's SGD; how many steps and images it were."""
     sgd = torch.optim.SGD(network.parameters(), **job.sgd)  # type: ignore[arg-type]
-    return train(network, _loaded(data, job, *address), job, sgd)
+    return train(network, loaded(data, job, *address), job, sgd)
 
 
-def _loaded(data: ClientData, job: Job, *address: Key) -> Iterator[StepViews]:
+def loaded(data: ClientData, job: Job, *address: Key) -> Iterator[StepViews]:
     """A client's steps from two new data loaders; labelled images are repeated until they fill every batch."""
     order, views = torch_stream("naive", *address), PillowViews(data.views, stream_seed("naive", *address))
     wanted = job.steps * job.labelled

@@ -17,14 +17,15 @@ from semifed.bench.work import work_of
 from semifed.bench.workload import FEDAVG_DENSE, FIXMATCH_CNN, MANY_SMALL, SAGE_NETWORK, Workload
 
 STEADY = 2  # rounds of a turn that count
+NAIVE_CLIENTS = ", naive clients"
 NOTES = (
     "A round's seconds are the median of a turn's steady rounds: the first round of each turn and whatever comes "
     "before it (workers, Ray) are left out and are in the JSON file. Ratios are taken turn by turn.",
     "semifed's rounds are those of its real round loop, checkpoints included; nobody else writes any.",
     "Flower's and pfl's clients are plain PyTorch loops on semifed's network, batches and views (of many steps in one "
     "go) with its SGD, in processes that keep freed memory as its own do, so their rows compare engines.",
-    "The row of naive clients is Flower with the naive loop's clients, whose processes give freed memory back: what a "
-    "user of Flower runs who takes over a paper's code.",
+    "The rows of naive clients are Flower and pfl with the naive loop's clients, whose processes give freed memory "
+    "back: what a user of theirs runs who takes over a paper's code.",
     "Maps lie channels last, which is quick on processors, but for naive clients and the naive loop: these leave them "
     "as PyTorch makes them.",
     "Flower's client app builds its network for each message, as Flower's own examples do; its process keeps the data.",
@@ -101,9 +102,6 @@ def contestants(workers: int) -> list[Contestant]:
     flower, pfl = "pip install 'semifed[flower]'", "pip install 'pfl[pytorch]==0.6.0'"
     several = [Contestant(_plural("semifed, {} worker", workers), workers, partial(semifed_rounds, workers=workers))]
     alone = Contestant("semifed, 1 worker", 1, partial(semifed_rounds, workers=1))
-    pfl_several = Contestant(
-        _plural("pfl-research, {} process", workers), workers, partial(_pfl_rounds, processes=workers), ("pfl",), pfl
-    )
     return [
         *(several if workers > 1 else []),
         alone,
@@ -115,10 +113,19 @@ def contestants(workers: int) -> list[Contestant]:
                 ("flwr", "ray"),
                 flower,
             )
-            for clients in ("", ", naive clients")
+            for clients in ("", NAIVE_CLIENTS)
         ),
-        *([pfl_several] if workers > 1 else []),
-        Contestant("pfl-research, 1 process", 1, partial(_pfl_rounds, processes=1), ("pfl",), pfl),
+        *(
+            Contestant(
+                _plural("pfl-research, {} process", processes) + clients,
+                processes,
+                partial(_pfl_rounds, processes=processes, naive=bool(clients)),
+                ("pfl",),
+                pfl,
+            )
+            for processes in sorted({workers, 1}, reverse=True)
+            for clients in (("", NAIVE_CLIENTS) if processes == workers else ("",))
+        ),
         Contestant("naive loop", 1, naive_rounds),
     ]
 
@@ -161,9 +168,9 @@ def _flower_rounds(parts: Parts, steady: int, workers: int, naive: bool) -> Lap:
     return flower_rounds(parts, steady, workers, naive=naive)
 
 
-def _pfl_rounds(parts: Parts, steady: int, processes: int) -> Lap:
+def _pfl_rounds(parts: Parts, steady: int, processes: int, naive: bool) -> Lap:
     from semifed.bench import plain_pfl  # pfl is optional
 
     if processes > 1:
-        return plain_pfl.torchrun_rounds(parts, steady, processes)
-    return plain_pfl.pfl_rounds(parts, steady)
+        return plain_pfl.torchrun_rounds(parts, steady, processes, naive=naive)
+    return plain_pfl.pfl_rounds(parts, steady, naive=naive)

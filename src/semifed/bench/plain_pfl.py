@@ -2,10 +2,13 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """Federated training as a user of pfl-research writes it: a module with a loss, a federated data set, its own FedAvg.
 
-What a client computes is plain PyTorch on semifed's batches and views with its SGD, so that a comparison shows the
-engines. pfl works in one process, or in several that torchrun starts and that add up their sums:
+What a client computes is plain PyTorch: on semifed's batches and views with its SGD, so that a comparison shows the
+engines, or as papers' code has it, image by image from new data loaders, so that it shows what people use now. pfl
+works in one process, or in several that torchrun starts and that add up their sums:
 
     python -m torch.distributed.run --standalone --nproc-per-node=2 -m semifed.bench.plain_pfl recipe.toml 3 out.json
+
+with a further word, naive, for clients of the second kind.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +40,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from semifed.assembly import Parts, prepare_run
+from semifed.bench.naive import LAYOUT, loaded
 from semifed.bench.plain_loop import Job, Lap, QuickSGD, StepViews, batchwise, new_network, step_loss
 from semifed.data.client import ClientData
 from semifed.durable import write_atomically
@@ -45,20 +49,22 @@ from semifed.process import settle
 from semifed.recipe import check_recipe
 from semifed.rng import Key
 
+NAIVE = "naive"  # said to processes whose clients are papers' code
+
 
 class TwoKinds(Dataset):
     """A user's labelled and unlabelled images: pfl slices all of a user's tensors alike, so this draws the batches."""
 
-    def __init__(self, data: ClientData, job: Job, *address: Key) -> None:
+    def __init__(self, steps: Callable[..., Iterator[StepViews]], data: ClientData, job: Job, *address: Key) -> None:
         super().__init__((data.labelled, data.unlabelled))
-        self._data, self._job, self._address = data, job, address
+        self._steps, self._data, self._job, self._address = steps, data, job, address
 
     def __len__(self) -> int:
         return self._data.image_count
 
     def iter(self, batch_size: int | None) -> Iterator[StepViews]:
         """Steps of a round, whatever the batch size."""
-        return batchwise(self._data, self._job, "plain pfl", *self._address)
+        return self._steps(self._data, self._job, "plain pfl", *self._address)
 
 
 class TrainedModule(nn.Module):
@@ -96,21 +102,25 @@ class Clock(TrainingProcessCallback):
         return False, Metrics()
 
 
-def pfl_rounds(parts: Parts, steady: int) -> Lap:
+def pfl_rounds(parts: Parts, steady: int, *, naive: bool = False) -> Lap:
     """Some rounds in pfl's simulation in this process, and one before them."""
-    settle()
+    if not naive:
+        settle()
     began = perf_counter()
     job, recipe = Job.of(parts), parts.recipe
-    module = TrainedModule(new_network(parts).train(), job)
+    network = new_network(parts, LAYOUT) if naive else new_network(parts)
+    module = TrainedModule(network.train(), job)
+    local_sgd: Callable[..., Any] = torch.optim.SGD if naive else QuickSGD
     model = PyTorchModel(
         module,
-        lambda parameters, lr: QuickSGD(parameters, **{**job.sgd, "lr": lr}),
+        lambda parameters, lr: local_sgd(parameters, **{**job.sgd, "lr": lr}),
         torch.optim.SGD(module.parameters(), lr=1.0),
     )
     visits = count()
 
     def user(client: int) -> TwoKinds:
-        return TwoKinds(parts.scenario.client(client), job, client, next(visits))
+        steps = loaded if naive else batchwise
+        return TwoKinds(steps, parts.scenario.client(client), job, client, next(visits))
 
     sampler = get_user_sampler("minimize_reuse", list(range(recipe.scenario.clients)))
     data = FederatedDataset(user, sampler)
@@ -144,7 +154,7 @@ def pfl_rounds(parts: Parts, steady: int) -> Lap:
     return Lap.between(began, clock.marks, module.steps, module.images)
 
 
-def torchrun_rounds(parts: Parts, steady: int, processes: int) -> Lap:
+def torchrun_rounds(parts: Parts, steady: int, processes: int, *, naive: bool = False) -> Lap:
     """The same in so many processes of one thread each."""
     began = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -152,6 +162,7 @@ def torchrun_rounds(parts: Parts, steady: int, processes: int) -> Lap:
         recipe.write_text(parts.recipe.to_toml())
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [sys.executable, *launch, "-m", __name__, str(recipe), str(steady), str(out)]
+        command += [NAIVE] if naive else []
         told = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=told
@@ -167,10 +178,10 @@ def torchrun_rounds(parts: Parts, steady: int, processes: int) -> Lap:
     return lap._replace(start_up=perf_counter() - began - lap.first - sum(lap.seconds))
 
 
-def main(recipe: str, steady: str, out: str) -> None:
+def main(recipe: str, steady: str, out: str, clients: str = "") -> None:
     """One of the processes that torchrun starts."""
     parts = prepare_run(check_recipe(tomllib.loads(Path(recipe).read_text())))
-    lap = pfl_rounds(parts, int(steady))
+    lap = pfl_rounds(parts, int(steady), naive=clients == NAIVE)
     done = torch.tensor([lap.steps, lap.images])
     torch.distributed.all_reduce(done)
     if torch.distributed.get_rank() == 0:
