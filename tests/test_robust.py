@@ -1,5 +1,6 @@
 """Defences and attackers: each step against plain NumPy loops, and whole runs with hostile clients."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from semifed.client_round import ClientRecord, Reply
 from semifed.errors import UserError
 from semifed.payloads import Down, Up, Visit
 from semifed.recipe import check_recipe
-from semifed.robust import absurd, change_norms, defence, krum_scores
+from semifed.robust import absurd, change_norms, defence, krum_scores, refuse_idle
 from semifed.run import _checked, execute
 from semifed.wire import Weights
 from test_flower import model_of, rounds_of
@@ -137,6 +138,37 @@ def test_sizes_beyond_belief_are_refused() -> None:
 def test_misspelt_defences_are_told(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told.replace("(", r"\(")):
         defence(text)
+
+
+@pytest.mark.parametrize(
+    ("steps", "clients", "told"),
+    [
+        ("trimmed(0.2)", 4, "trimmed(0.2) of 4 clients a round leaves nobody out; trimmed(0.25) would"),
+        ("clip(1) trimmed", 7, "trimmed of 7 clients a round leaves nobody out; trimmed(0.15) would"),
+        ("multi-krum", 3, "multi-krum of 3 clients a round leaves nobody out; multi-krum(0.34) would"),
+        ("median", 2, "median needs 3 clients a round at least, there are 2"),
+        ("krum(0.1)", 1, "krum(0.1) needs 3 clients a round at least, there are 1"),
+    ],
+)
+def test_a_defence_that_keeps_nobody_out_is_refused(steps: str, clients: int, told: str) -> None:
+    tables = {**recipe_tables("fedavg"), "clients_per_round": clients, "defence": {"steps": steps}}
+    tables["scenario"] = {**tables["scenario"], "clients": 9}
+    with pytest.raises(UserError, match=f"^defence.steps: {re.escape(told)}$"):
+        check_recipe(tables)
+
+
+@given(st.integers(3, 300), st.sampled_from(["trimmed", "multi-krum"]))
+def test_the_share_that_is_proposed_keeps_somebody_out(clients: int, name: str) -> None:
+    with pytest.raises(UserError) as refused:
+        refuse_idle(defence(f"{name}(0)"), clients)
+    proposed = str(refused.value).split("; ")[1].removesuffix(" would")
+    refuse_idle(defence(proposed), clients)
+
+
+@pytest.mark.parametrize(("share", "count", "left"), [("0.29", 100, 29), ("0.07", 100, 7), ("0.3", 10, 3)])
+def test_a_share_of_clients_is_not_one_less_for_rounding(share: str, count: int, left: int) -> None:
+    """0.29 times 100 is 28.999999999999996."""
+    assert len(after(f"multi-krum({share})", random_updates(count))) == count - left
 
 
 # Attackers

@@ -264,6 +264,10 @@ class Recipe(Table):
             )
         if self.min_clients > self.cohort_size:
             raise ValueError(f"min_clients: {self.min_clients} is more than the {self.cohort_size} clients of a round")
+        if self.defence.steps != "none":
+            from semifed.robust import defence, refuse_idle
+
+            refuse_idle(defence(self.defence.steps), self.cohort_size)
         if self.engine.graphs and self.model.precision != "float32":
             raise ValueError("engine.graphs: passes are recorded in single precision; use model.precision=float32")
         if self.model.batchnorm == "static" and self.scenario.labels != "server":

@@ -5,6 +5,7 @@ makes one model of many (median, trimmed mean), all clients that learnt anything
 counts: whatever weights a method then averages them with, it is what it gets.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,19 @@ def defence(text: str) -> list[Step]:
             raise UserError(f"defence.steps: {match[1]}({match[2]}) is out of range: from {low:g} to {high:g}")
         steps.append(Step(match[1], value))
     return steps
+
+
+def refuse_idle(steps: Iterable[Step], clients: int) -> None:
+    """A step that could keep no hostile client of a round out would only look like a defence."""
+    for name, value in steps:
+        told = name if value is None else f"{name}({value:g})"
+        if name != "clip" and clients < FEWEST:
+            raise UserError(f"defence.steps: {told} needs {FEWEST} clients a round at least, there are {clients}")
+        if name in ("trimmed", "multi-krum") and not _left_out(name, value, clients):
+            enough = math.ceil(100 / clients) / 100
+            raise UserError(
+                f"defence.steps: {told} of {clients} clients a round leaves nobody out; {name}({enough:g}) would"
+            )
 
 
 def change_norms(updates: Sequence[Any], received: Weights) -> Tensor:
@@ -92,7 +106,7 @@ def trimmed_mean(updates: list[Any], received: Weights, share: float | None) -> 
     """Each weight is the mean over clients without the given share of the largest and of the smallest values."""
 
     def trimmed(stack: Tensor) -> Tensor:
-        drop = int((0.1 if share is None else share) * len(stack))
+        drop = _left_out("trimmed", share, len(stack))
         return stack.sort(dim=0).values[drop : len(stack) - drop].mean(dim=0)
 
     return _unanimous(updates, trimmed)
@@ -109,12 +123,12 @@ def krum_scores(changes: Tensor, hostile: int) -> Tensor:
 
 def krum(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
     """Only the update nearest to its neighbours goes on, where that share of the clients may be hostile."""
-    return _nearest(updates, received, share, kept=lambda count, hostile: 1)
+    return _nearest("krum", updates, received, share, kept=lambda count, hostile: 1)
 
 
 def multi_krum(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
     """All but the hostile share of the updates go on, those nearest to their neighbours."""
-    return _nearest(updates, received, share, kept=lambda count, hostile: max(count - hostile, 1))
+    return _nearest("multi-krum", updates, received, share, kept=lambda count, hostile: max(count - hostile, 1))
 
 
 STEPS: dict[str, Callable[[list[Any], Weights, float | None], list[Any]]] = {
@@ -133,11 +147,21 @@ BOUNDS = {
 }
 
 
-def _nearest(updates: list[Any], received: Weights, share: float | None, kept: Callable[[int, int], int]) -> list[Any]:
+USUAL_SHARE = {"trimmed": 0.1, "krum": 0.2, "multi-krum": 0.2}
+
+
+def _left_out(step: str, share: float | None, clients: int) -> int:
+    """That share of the clients, rounded down; 0.29 of 100 are 29, though their product is a little less."""
+    return int((USUAL_SHARE[step] if share is None else share) * clients + 1e-9)
+
+
+def _nearest(
+    step: str, updates: list[Any], received: Weights, share: float | None, kept: Callable[[int, int], int]
+) -> list[Any]:
     learnt = [index for index, one in enumerate(updates) if float(one.samples) > 0]
     if len(learnt) < FEWEST:
         return updates
-    hostile = int((0.2 if share is None else share) * len(learnt))
+    hostile = _left_out(step, share, len(learnt))
     changes = torch.stack([_change(updates[index].weights, received) for index in learnt])
     order = krum_scores(changes, hostile).argsort(stable=True)[: kept(len(learnt), hostile)]
     return [updates[learnt[place]] for place in sorted(order.tolist())]
