@@ -97,7 +97,30 @@ def test_clipping_shortens_the_longest_alone() -> None:
     np.testing.assert_allclose(rows(after("clip(2)", updates))[2] - RECEIVED["w"].numpy().ravel(), [0, 0, 4, 0])
 
 
-@given(st.integers(3, 9), st.sampled_from(["clip", "median", "trimmed(0.2)", "krum", "multi-krum"]), st.integers(0, 99))
+@given(st.lists(st.integers(1, 10**9), min_size=3, max_size=9), st.sampled_from(["counts", "counts(3)"]))
+def test_claims_beyond_the_median_are_cut(claims: list[int], steps: str) -> None:
+    """Whatever one client claims, a mean by counts listens to it as to a few usual ones at most."""
+    updates = [update([1.0, 0, 0, 0], samples=float(claim)) for claim in claims]
+    factor = 3 if "3" in steps else 1
+    limit = factor * sorted(float(torch.tensor(float(claim))) for claim in claims)[(len(claims) - 1) // 2]
+    found = [float(one.samples) for one in after(steps, updates)]
+    assert found == pytest.approx([min(float(claim), limit) for claim in claims], rel=1e-6)
+    assert all(torch.equal(a.weights["w"], b.weights["w"]) for a, b in zip(after(steps, updates), updates, strict=True))
+    assert max(found) / sum(found) <= factor / (factor + len(claims) // 2) + 1e-6
+
+
+def test_who_learnt_nothing_does_not_lower_the_usual_claim() -> None:
+    idle = [update([0.0] * 4, samples=0.0)] * 4
+    found = after("counts", [*idle, update([1.0, 0, 0, 0], samples=50.0), update([1.0, 0, 0, 0], samples=70.0)])
+    assert [float(one.samples) for one in found] == [0.0] * 4 + [50.0, 50.0]
+    assert after("counts", idle) == idle
+
+
+@given(
+    st.integers(3, 9),
+    st.sampled_from(["clip", "counts", "median", "trimmed(0.2)", "krum", "multi-krum"]),
+    st.integers(0, 99),
+)
 def test_equal_updates_stay_as_they_are(count: int, steps: str, seed: int) -> None:
     one = random_updates(1, seed)[0]
     for found in after(steps, [one] * count):

@@ -52,7 +52,7 @@ def refuse_idle(steps: Iterable[Step], clients: int) -> None:
     """A step that could keep no hostile client of a round out would only look like a defence."""
     for name, value in steps:
         told = name if value is None else f"{name}({value:g})"
-        if name != "clip" and clients < FEWEST:
+        if name not in ("clip", "counts") and clients < FEWEST:
             raise UserError(f"defence.steps: {told} needs {FEWEST} clients a round at least, there are {clients}")
         if name in ("trimmed", "multi-krum") and not _left_out(name, value, clients):
             enough = math.ceil(100 / clients) / 100
@@ -97,6 +97,18 @@ def clipped(updates: list[Any], received: Weights, factor: float | None) -> list
     ]
 
 
+def counts_bounded(updates: list[Any], _: Weights, factor: float | None) -> list[Any]:
+    """No claim of more images than `factor` times the median claim (default 1): a mean by counts is nobody's alone."""
+    claimed = torch.tensor([float(one.samples) for one in updates if float(one.samples) > 0], dtype=torch.float64)
+    if not len(claimed):
+        return updates
+    limit = (1.0 if factor is None else factor) * float(claimed.median())
+    return [
+        one if float(one.samples) <= limit else one._replace(samples=torch.full_like(one.samples, limit))
+        for one in updates
+    ]
+
+
 def coordinate_median(updates: list[Any], received: Weights, _: float | None) -> list[Any]:
     """Each weight is the median over clients; of an even number, the mean of the middle two."""
     return _unanimous(updates, lambda stack: stack.quantile(0.5, dim=0))
@@ -133,6 +145,7 @@ def multi_krum(updates: list[Any], received: Weights, share: float | None) -> li
 
 STEPS: dict[str, Callable[[list[Any], Weights, float | None], list[Any]]] = {
     "clip": clipped,
+    "counts": counts_bounded,
     "median": coordinate_median,
     "trimmed": trimmed_mean,
     "krum": krum,
@@ -140,6 +153,7 @@ STEPS: dict[str, Callable[[list[Any], Weights, float | None], list[Any]]] = {
 }
 BOUNDS = {
     "clip": (0.01, 1000.0),
+    "counts": (1.0, 1000.0),
     "median": (0.0, 0.0),
     "trimmed": (0.0, 0.49),
     "krum": (0, 0.49),
