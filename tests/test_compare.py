@@ -35,6 +35,7 @@ def write_run(
     finished: bool = True,
     metrics: dict[str, float | None] | None = None,
     fields: dict[str, float] | None = None,
+    images: str = "",
     **tables: Any,
 ) -> Path:
     """A run tested after every round, with accuracy as in the curve and the other metrics constant."""
@@ -65,6 +66,7 @@ def write_run(
             "bytes_up": 2_500_000 + seed,
             "bytes_down": 7_000_000,
             "seconds": 60.0 + seed,
+            **({"data_hash": images} if images else {}),
         }
         (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return path
@@ -84,6 +86,21 @@ def page(comparison: Comparison, tmp_path: Path) -> str:
 def only(comparison: Comparison) -> Row:
     assert len(comparison.rows) == 1
     return comparison.rows[0]
+
+
+def test_runs_of_other_images_are_not_averaged(tmp_path: Path) -> None:
+    """A recipe says where images lie, not what they are: a file may have been replaced between two seeds."""
+    for seed, images in enumerate(["one", "one", "another"]):
+        write_run(tmp_path / f"run{seed}", seed=seed, images=images)
+    write_run(tmp_path / "begun", seed=3, finished=False)
+    comparison = compare_runs([tmp_path])
+    assert sorted(row.seeds for row in comparison.rows) == [(0, 1), (2,), (3,)]
+    told = f"not the same images behind dataset = digits: {tmp_path / 'run0'}, {tmp_path / 'run2'}; rows of one and of"
+    assert [note for note in comparison.notes if note.startswith(told)] == comparison.notes
+    assert "not the same images" in printed(comparison)
+    alike = compare_runs([tmp_path / "run0", tmp_path / "run1"])
+    assert only(alike).seeds == (0, 1)
+    assert not alike.notes
 
 
 def test_mean_and_deviation_over_seeds(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from semifed.recipe import with_later_keys
 from semifed.report.figures import Point
 from semifed.report.gap import CEILING, FLOOR, gap_caveat, gap_shares, gaps, refuse_unknown
 from semifed.report.reach import AGAINST, Reach, first_reached, levels_of, reaches, refuse_lone_reference
-from semifed.report.rundir_reader import Run, find_runs, read_run
+from semifed.report.rundir_reader import Run, find_runs, read_run, unlike_images
 from semifed.report.words import MISSING, headline_metric, in_reading_order, setting
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def compare_runs(
     groups: dict[Hashable, list[Run]] = {}
     notes = []
     for run in read:
-        # An interrupted run must not move the mean of finished ones: it stands in a row of its own.
-        group = groups.setdefault((frozenset(_compared(run.recipe).items()), run.finished), [])
+        # An interrupted run must not move the mean of finished ones, nor one of other images: each has its own row.
+        alike = (frozenset(_compared(run.recipe).items()), run.finished, run.images)
+        group = groups.setdefault(alike, [])
         if any(run.seed == other.seed for other in group):
             notes.append(f"left out, same recipe and seed as another run: {run.path}")
         else:
@@ -140,7 +141,9 @@ def compare_runs(
     finished = _with_block_columns(rows, by_seed, headline)
     finished, caveats = _with_gap(finished, [by_seed[id(row)] for row in rows], headline, floor, ceiling)
     finished, missing = _with_reach(finished, [by_seed[id(row)] for row in rows], headline, levels, against)
-    return Comparison(finished, keys, metrics, headline, read[0].recipe, [*caveats, *missing, *notes])
+    return Comparison(
+        finished, keys, metrics, headline, read[0].recipe, [*unlike_images(read), *caveats, *missing, *notes]
+    )
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

@@ -78,6 +78,11 @@ class Run:
         return str(self.recipe.get("dataset") or self.summary.get("dataset") or "unknown dataset")
 
     @property
+    def images(self) -> str:
+        """The hash of the images that lay under that name; empty before a run ended."""
+        return str(self.summary.get("data_hash") or "")
+
+    @property
     def seed(self) -> int:
         """The seed all streams of randomness were made from."""
         return int(finite(self.recipe.get("seed", self.summary.get("seed"))) or 0)
@@ -214,6 +219,20 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     if not found:
         raise UserError("nothing to compare: expected at least one run directory")
     return list(found.values())
+
+
+def unlike_images(runs: Sequence[Run]) -> list[str]:
+    """A warning for each name of a data set under which runs found unlike images."""
+    first: dict[str, dict[str, Path]] = {}
+    for run in runs:
+        if run.images:
+            first.setdefault(run.dataset, {}).setdefault(run.images, run.path)
+    return [
+        f"not the same images behind dataset = {name}: {', '.join(str(path) for path in paths.values())}; "
+        "rows of one and of the other are not to be compared"
+        for name, paths in first.items()
+        if len(paths) > 1
+    ]
 
 
 def _runs_below(top: Path) -> Iterable[Path]:
