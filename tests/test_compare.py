@@ -19,6 +19,8 @@ from command import semifed
 from semifed.errors import UserError
 from semifed.report import Comparison, Row, compare_runs
 from semifed.report.compare import differing_keys, spread
+from semifed.report.compare_terminal import fitting
+from semifed.report.compare_views import Column
 from semifed.report.figures import Point
 from semifed.report.gap import gap_caveat, gap_shares, gaps
 from semifed.report.reach import Reach, first_reached, levels_of, reaches
@@ -318,6 +320,20 @@ def test_table_fits_the_terminal_and_keeps_what_matters(tmp_path: Path, width: i
     assert "digits: Labels at the clients; known classes only; Dirichlet over 10 clients. 12 runs" in " ".join(
         text.split()
     )
+
+
+def test_a_rank_loses_no_more_columns_than_it_must() -> None:
+    """*old* and *new* had left a narrow table together with the one column beside them that was too wide."""
+    named = [("method", 0, 10), ("old", 2, 6), ("wide", 2, 30), ("new", 2, 6), ("seconds", 3, 3), ("all", 1, 6)]
+    everything = [Column(name, name, ["x" * width], True, rank) for name, rank, width in named]
+
+    def headings(width: int) -> list[str]:
+        return [column.heading for column in fitting(everything, width)]
+
+    assert headings(100) == [name for name, _, _ in named]
+    assert headings(40) == ["method", "old", "new", "all"]  # nothing of a later rank, though it would fit
+    assert headings(27) == ["method", "old", "all"]
+    assert headings(5) == ["method"]
 
 
 def test_very_different_recipes_leave_the_numbers_room(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A comparison in a terminal: as many columns as fit, the most telling ones first."""
 
 from collections.abc import Sequence, Set
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 from semifed.report.compare import Comparison
@@ -45,7 +45,7 @@ def print_table(comparison: Comparison, console: "Console", *, hint: bool = True
 
     naming, spelt_out = _numbered(comparison, console.width), naming_columns(comparison)
     everything = [*naming, *columns(comparison)[len(spelt_out) :]]
-    shown = _fitting(everything, console.width)
+    shown = fitting(everything, console.width)
     console.print(Text(subject_of(comparison), style="bold"))
     print_columns(shown, _block_ends(comparison), console)
     for line in _settings_of_numbers(comparison) if naming != spelt_out else []:
@@ -94,14 +94,16 @@ def _block_ends(comparison: Comparison) -> set[int]:
     return {end for end, (row, below) in enumerate(pairwise(comparison.rows)) if below.block != row.block}
 
 
-def _fitting(everything: Sequence[Column], width: int) -> list[Column]:
-    shown = list(everything)
-    while _total_width(shown) > width:
-        last_to_keep = max(shown, key=lambda column: column.rank)
-        if last_to_keep.rank == 0:
+def fitting(everything: Sequence[Column], width: int) -> list[Column]:
+    """The columns of the best ranks as far as they fit; none of a rank after one that had to lose a column."""
+    shown = [column.rank == 0 for column in everything]
+    for rank in sorted({column.rank for column in everything if column.rank > 0}):
+        for place in [place for place, column in enumerate(everything) if column.rank == rank]:
+            with_it = [*compress(everything, shown), everything[place]]
+            shown[place] = _total_width(with_it) <= width
+        if any(column.rank == rank and not kept for column, kept in zip(everything, shown, strict=True)):
             break
-        shown = [column for column in shown if column.rank < last_to_keep.rank]
-    return shown
+    return list(compress(everything, shown))
 
 
 def _total_width(columns: Sequence[Column]) -> int:
