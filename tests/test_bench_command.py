@@ -46,6 +46,12 @@ def test_a_part_that_does_not_exist_is_named() -> None:
         command.bench(["flor"], turns=1, workers=1, file=None, plots=None)
 
 
+def test_more_workers_than_cores_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "available_cores", lambda: 2)
+    with pytest.raises(UserError, match="--workers: 3 processes would wait for each other on 2 cores; 2 at most"):
+        command.bench(["aggregation"], turns=1, workers=3, file=None, plots=None)
+
+
 @pytest.mark.slow
 def test_numbers_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "bench.json"

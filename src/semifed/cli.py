@@ -23,7 +23,6 @@ from semifed.execution import (
     unfinished,
 )
 from semifed.model_commands import discover, export, predict
-from semifed.recipe import MOST_WORKERS
 from semifed.terminal import say, say_once, terminal
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are answered at once
@@ -210,7 +209,7 @@ def bench(
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw how cost scales into this folder.")] = None,
     turns: Annotated[int, typer.Option(min=1, help="How often contestants take turns.")] = 3,
-    workers: Annotated[int, typer.Option(min=0, max=MOST_WORKERS, help="Worker processes; 0 = one a core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 = one a core.")] = 0,
 ) -> None:
     """Speed on this machine, against the floor and the peers that are installed; needs no data, takes a while.
 

@@ -33,6 +33,8 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
     for part in parts:
         if part not in PARTS:
             raise UserError(f"bench has no part '{part}'; {nearest(part, PARTS)}")
+    if workers > (cores := available_cores()):
+        raise UserError(f"--workers: {workers} processes would wait for each other on {cores} cores; {cores} at most")
     wanted = parts or PARTS
     if file is not None:
         _refuse_unwritable("--json", file.parent, file)
@@ -40,7 +42,7 @@ def bench(parts: Sequence[str], *, turns: int, workers: int, file: Path | None, 
     if plots is not None and drawn:
         _refuse_unwritable("--plots", plots)
     torch.set_num_threads(1)
-    workers = workers or available_cores()
+    workers = workers or cores
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDE)
