@@ -1,7 +1,11 @@
 """How a process that trains is set up."""
 
+import json
 import platform
+import subprocess
+import sys
 
+import pytest
 import torch
 
 from semifed.process import keep_freed_memory, settle
@@ -14,3 +18,22 @@ def test_a_process_that_trains_has_one_thread() -> None:
 
 def test_glibc_agrees_to_keep_freed_memory_and_others_are_left_alone() -> None:
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+ANSWERING = """
+import json, sys
+from semifed.engines import worker
+from semifed.recipe_file import load_recipe
+from semifed.assembly import build_workplace
+build_workplace(load_recipe(sys.argv[1], []), (1, 28, 28), 6)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules} | {n for n in sys.modules if "semifed" in n})))
+"""
+
+
+@pytest.mark.parametrize("recipe", ["sage/fashion-mini", "openfl/fashion-mini"])
+def test_a_client_s_process_imports_what_it_needs(recipe: str) -> None:
+    """Each worker pays for it at its start, and a deployed client with every message."""
+    told = subprocess.run([sys.executable, "-c", ANSWERING, recipe], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(told.stdout))
+    assert "torch" in loaded
+    assert not loaded & {"scipy", "sklearn", "sympy", "matplotlib", "pandas", "semifed.methods.fedlpa"}

@@ -106,11 +106,13 @@ def build_net(
 
 def further_heads(recipe: Recipe, method: AnyMethod) -> dict[str, str]:
     """The further heads a method asks for, in the sizes the recipe gives; a recipe serves methods without them too."""
-    asked = {name for kind in map(method_class, method_names()) for name in kind.heads}
-    for name in recipe.model.heads:
-        if name not in asked:
-            raise UserError(f"model.heads.{name}: no method asks for such a head; {nearest(name, sorted(asked))}")
-    return {name: recipe.model.heads.get(name, size) for name, size in method.needed_heads().items()}
+    own = method.needed_heads()
+    if strangers := [name for name in recipe.model.heads if name not in own]:  # to know all heads takes all methods
+        asked = {name for kind in map(method_class, method_names()) for name in kind.heads}
+        for name in strangers:
+            if name not in asked:
+                raise UserError(f"model.heads.{name}: no method asks for such a head; {nearest(name, sorted(asked))}")
+    return {name: recipe.model.heads.get(name, size) for name, size in own.items()}
 
 
 def build_workplace(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.io
 from numpy.typing import NDArray
 
 from semifed.errors import UserError
@@ -232,9 +231,11 @@ def read_cifar_set(
 
 def read_svhn_file(path: Path, official: Official | None = None) -> tuple[Pixels, Labels]:
     """Images [n, 3, h, w] and labels of one cropped-digit .mat file; its label 10 is the digit 0."""
+    from scipy.io import loadmat  # slow to import and needed by this set alone
+
     try:
         content = path.read_bytes()
-        fields = scipy.io.loadmat(io.BytesIO(content), variable_names=("X", "y"))
+        fields = loadmat(io.BytesIO(content), variable_names=("X", "y"))
     except Exception as error:  # SciPy reports damage in many ways
         raise UserError(f"{path}: cannot be read as a MATLAB file ({error}); is it complete?") from None
     if "X" not in fields or "y" not in fields:

@@ -222,7 +222,12 @@ def build_network(
                 for key, spec in specs.items()
             },
         )
-    network.to_empty(device=generator.device)
+    # `to_empty` does the same, but a likeness of a meta tensor makes PyTorch import sympy, half a second a process.
+    empty = {
+        key: torch.empty(one.shape, dtype=one.dtype, device=generator.device)
+        for key, one in network.state_dict().items()
+    }
+    network.load_state_dict(empty, assign=True)
     _initialise(network, family, generator)
     if architecture is None:
         backbone.load_pretrained()
