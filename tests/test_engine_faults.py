@@ -300,6 +300,34 @@ def test_workers_that_die_while_idle_are_replaced() -> None:
     assert mp.active_children() == []
 
 
+@pytest.mark.slow
+def test_a_worker_that_dies_before_its_last_answer_is_unpacked_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of an answer goes with its worker; it was taken for granted that another client had killed it."""
+    lost: list[Any] = []
+    answered = pool._Worker.answer
+
+    def losing(worker: pool._Worker) -> Any:
+        answer = answered(worker)
+        if lost or worker.jobs:
+            return answer
+        lost.append(answer)
+        worker.process.kill()
+        worker.process.join()
+        return pool._Lost()
+
+    recipe = tiny(2)
+    build = partial(build_workplace, recipe, (1, 8, 8), 10)
+    engine = LocalEngine(build, prepare_run(recipe).scenario, workers=2)
+    try:
+        down = Down(build().net.state())
+        undisturbed = engine.ask(1, 0.1, [0], down)
+        monkeypatch.setattr(pool._Worker, "answer", losing)
+        assert same_replies(engine.ask(1, 0.1, [0], down), undisturbed)
+        assert len(lost) == 1
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(("how", "told"), [("raises", "no room for a network"), ("exits", "died while starting")])
 def test_workers_that_cannot_start_are_not_started_for_ever(how: str, told: str) -> None:
     parts = prepare_run(tiny(1))

@@ -99,13 +99,36 @@ def test_a_damaged_file_is_computed_and_written_anew(tmp_path: Path, damage: Any
     assert stem.calls == 2
 
 
-def test_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_no_run_and_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-written part would take the room that the next checkpoint needs, and every batch would add one."""
+    tried = []
+
     def full(self: Path, content: bytes) -> int:
+        tried.append(self)
+        with open(self, "wb") as file:
+            file.write(content[:10])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     stem, store = Doubling(), StemStore(tmp_path, FROZEN, "a")
-    assert torch.equal(store.maps(batch(), stem), 2 * batch())
+    for factor in (1, 2, 3):
+        assert torch.equal(store.maps(factor * batch(), stem), 2 * factor * batch())
+    assert files(tmp_path) == []
+    assert len(tried) == 1
+
+
+def test_other_code_computes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a frozen network says may change with the code of networks, and with the package of their layers."""
+    stem, code = Doubling(), tmp_path / "code"
+    code.mkdir()
+    for text in ("x = 1", "x = 1", "x = 2"):
+        (code / "network.py").write_text(text)
+        monkeypatch.setattr("semifed.models.stem_store._CODE", code)
+        StemStore(tmp_path / "stems", FROZEN, "a").maps(batch(), stem)
+    assert stem.calls == 2
+    monkeypatch.setattr("semifed.models.stem_store._transformers", lambda: "99.0")
+    StemStore(tmp_path / "stems", FROZEN, "a").maps(batch(), stem)
+    assert stem.calls == 3
 
 
 # -------------------------------------------------------------------------------------------- runs

@@ -29,15 +29,21 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        with suppress(OSError):  # some network file systems know no such thing, and the file is in place
+            _sync(path.parent)
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
         raise not_written(path, error) from None
+
+
+def _sync(directory: Path) -> None:
+    """So that the name of a file survives a power cut too."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def not_written(path: Path, error: OSError) -> UserError:

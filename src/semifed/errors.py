@@ -9,11 +9,21 @@ class UserError(Exception):
     """Something the user can put right: shown without a traceback, exit code 2."""
 
 
+LONGEST = 300  # letters of a text that a client may have shown
+
+
 class ClientFailure(NamedTuple):
     """Why a client that was asked gave nothing this round."""
 
     client: int
     reason: str
+
+
+def legible(said: object) -> str:
+    """What a client says, as a line that may be shown and stored: it could send anything."""
+    text = str(said)
+    shown = "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST])
+    return shown + ("…" if len(text) > LONGEST else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

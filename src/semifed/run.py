@@ -16,7 +16,7 @@ from semifed.data.scenario import class_counts
 from semifed.engines import Engine, flower_engine
 from semifed.engines.letters import Setting
 from semifed.engines.local import LocalEngine, available_cores
-from semifed.errors import ClientFailure, UserError
+from semifed.errors import ClientFailure, UserError, legible
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
 from semifed.method import payload_types
@@ -338,7 +338,7 @@ def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]
     except Exception as error:  # whatever a client sends may cost its own update, nothing else
         fault = f"it cannot be looked at ({type(error).__name__})"
     if fault is not None:
-        return ClientFailure(answer.record.client, f"its update was refused: {fault}")
+        return ClientFailure(answer.record.client, f"its update was refused: {legible(fault)}")
     return answer._replace(up=answer.up._replace(weights={name: answer.up.weights[name] for name in expected}))
 
 
@@ -358,7 +358,7 @@ def _without_faulty(
     answers: Sequence[Reply | ClientFailure], faults: Iterator[str | None]
 ) -> list[Reply | ClientFailure]:
     return [
-        ClientFailure(answer.record.client, f"its update was refused: {fault}")
+        ClientFailure(answer.record.client, f"its update was refused: {legible(fault)}")
         if isinstance(answer, Reply) and (fault := next(faults))
         else answer
         for answer in answers

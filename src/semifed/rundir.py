@@ -184,7 +184,7 @@ def summary(recipe: Recipe, rounds: Sequence[Mapping[str, Any]], facts: Mapping[
         "metrics_last10": {
             key: float(np.mean([line[key] for line in ten]))
             for key in last
-            if all(line[key] is not None for line in ten)
+            if all(line.get(key) is not None for line in ten)  # a run may have begun before a test was thought of
         },
         "best": best
         and {

@@ -113,8 +113,10 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
         if name.endswith("running_var") and bool((tensor < 0).any()):
             return f"'{name}' is a variance and holds negative numbers"
     samples = arrays.get("samples")
-    if samples is not None and (samples.ndim != 0 or float(samples) < 0):
-        return f"'samples' is {samples.tolist()}, not a count"
+    if samples is not None and samples.ndim != 0:
+        return f"'samples' is of shape {list(samples.shape)}, not a count"
+    if samples is not None and float(samples) < 0:
+        return f"'samples' is {float(samples):g}, not a count"
     if surplus := sorted(set(weights) - set(expected)):
         return f"weights named '{surplus[0]}' were not asked for"
     return None

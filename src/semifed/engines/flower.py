@@ -36,7 +36,7 @@ from semifed.data.views import Views
 from semifed.deploy.certificates import public_pem
 from semifed.deploy.consortium import read_client, read_consortium, server_parts
 from semifed.engines.letters import NEVER, Letter, Setting, Share, answer, failed, order, reply_of
-from semifed.errors import ClientFailure, UserError
+from semifed.errors import ClientFailure, UserError, legible
 from semifed.held import HeldStore
 from semifed.methods import AnyMethod
 from semifed.payloads import Prediction
@@ -161,7 +161,7 @@ class FlowerEngine:
 
     def _read(self, reply: Message, client: int, round_: int) -> Reply | ClientFailure:
         if reply.has_error():
-            return ClientFailure(client, f"Flower reports error {reply.error.code}: {reply.error.reason}")
+            return ClientFailure(client, f"Flower reports error {reply.error.code}: {legible(reply.error.reason)}")
         try:
             letter = _letter(reply)
         except Exception as error:  # whatever a client sends may cost its own update, nothing else

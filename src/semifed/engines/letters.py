@@ -14,7 +14,7 @@ from torch import Tensor
 from semifed.assembly import build_workplace, refuse_what_is_missing
 from semifed.client_round import ClientRecord, Reply, Task, Workplace, client_round, too_few_images
 from semifed.data.client import ClientData
-from semifed.errors import ClientFailure
+from semifed.errors import ClientFailure, legible
 from semifed.fit import Diverged
 from semifed.held import HeldStore
 from semifed.method import payload_types
@@ -27,7 +27,6 @@ from semifed.wire import from_arrays, to_arrays
 Facts = dict[str, Any]  # text, numbers and lists of them
 Share = Literal["nothing", "losses", "all"]
 NEVER = -1  # the round of a client that has no finished one
-LONGEST = 300  # letters of a text that a client may have shown
 MOST_TERMS = 100  # of a loss, and letters of the name of one
 
 
@@ -115,27 +114,20 @@ def reply_of(
     """
     facts = letter.facts
     if facts.get("round") != round_:
-        return ClientFailure(client, f"its answer was refused: it is for round {_legible(facts.get('round'))}")
+        return ClientFailure(client, f"its answer was refused: it is for round {legible(facts.get('round'))}")
     if "failed" in facts:
-        return ClientFailure(client, _legible(facts["failed"]))
+        return ClientFailure(client, legible(facts["failed"]))
     _, _, up_type, _ = payload_types(method)
     up = {name.removeprefix("up/"): array for name, array in letter.arrays.items() if name.startswith("up/")}
     try:
         return Reply(from_arrays(up_type, up), None, _told(client, letter, share))
     except Exception as error:  # whatever a client sends may cost its own update, nothing else
-        return ClientFailure(client, f"its update was refused: {_legible(error)}")
+        return ClientFailure(client, f"its update was refused: {legible(error)}")
 
 
 def failed(round_: int, reason: str) -> Letter:
     """The letter of a client that cannot deliver."""
     return Letter({}, {"round": round_, "failed": reason})
-
-
-def _legible(said: object) -> str:
-    """What a client says, as a line that may be shown and stored: it could send anything."""
-    text = str(said)
-    shown = "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST])
-    return shown + ("…" if len(text) > LONGEST else "")
 
 
 def _losses(record: ClientRecord) -> Facts:

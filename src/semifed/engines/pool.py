@@ -118,7 +118,7 @@ class Pool:
                     answers[task.client] = ClientFailure(task.client, f"no answer within {self._timeout:g} s")
                     self._replace(worker, queue)
                 else:
-                    if isinstance(answer, _Lost):  # this client was done, another one killed its worker
+                    if isinstance(answer, _Lost) and worker.jobs:  # this client was done, the next one killed it
                         queue.put_back((task, data))
                         task, data = worker.take_job()
                     self._replace(worker, queue)

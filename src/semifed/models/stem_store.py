@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from zlib import crc32
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from semifed.process import processor
 
 _CHECKSUM = 4  # bytes
+_CODE = Path(__file__).parent  # of all networks: what they compute may change with it
 
 
 class StemStore:
@@ -27,8 +29,12 @@ class StemStore:
     def __init__(self, directory: Path, frozen: Mapping[str, Tensor], shape: str) -> None:
         """`frozen` are the weights of the frozen part; `shape` tells apart networks that share them."""
         self._directory = directory
+        self._full = False
         # Another release or processor may round otherwise.
-        digest = _digest(repr((shape, torch.__version__, torch.backends.cpu.get_cpu_capability(), processor())))
+        told = (shape, torch.__version__, _transformers(), torch.backends.cpu.get_cpu_capability(), processor())
+        digest = _digest(repr(told))
+        for path in sorted(_CODE.glob("*.py")):
+            digest.update(path.read_bytes())
         for name, tensor in sorted(frozen.items()):
             digest.update(name.encode())
             digest.update(tensor.contiguous().numpy().data)
@@ -41,8 +47,11 @@ class StemStore:
         if kept is not None:
             return kept
         maps = stem(images)
-        with suppress(OSError):  # a full disk costs time, not the run
-            _write(path, maps.detach())
+        if not self._full:
+            try:
+                _write(path, maps.detach())
+            except OSError:  # a full disk costs time, not the run, whose checkpoints may need what room is left
+                self._full = True
         return maps
 
     def _path(self, images: Tensor) -> Path:
@@ -75,8 +84,21 @@ def _write(path: Path, maps: Tensor) -> None:
     packed = save({"channels last": maps.permute(0, 2, 3, 1)} if last else {"rows": maps.contiguous()})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")  # workers may keep the same batch at the same time
-    partial.write_bytes(_checksum(packed) + packed)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(_checksum(packed) + packed)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _transformers() -> str | None:
+    """The release of the package that has the layers of vision transformers, if it is here."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
 
 
 def _checksum(packed: bytes) -> bytes:
