@@ -166,6 +166,11 @@ class Evaluator:
         }
 
     @torch.no_grad()
+    def said_of_one(self, net: Net) -> Output:
+        """What a network says of one test image, for the shapes."""
+        return self._outputs(net, self._known[:1])
+
+    @torch.no_grad()
     def feature_map(self, net: Net, weights: Weights, pivots: Tensor | None) -> dict[str, Any]:
         """A few test images and the pivots (class means where the method has none) on two principal axes."""
         net.load(weights)

@@ -34,7 +34,7 @@ def class_totals(vectors: Tensor, labels: Tensor, classes: int) -> ClassTotals:
 
 def class_means(totals: Sequence[ClassTotals], otherwise: Tensor) -> Tensor:
     """The mean vector of each class over all parties, [classes, d]; a class nobody has keeps what it had."""
-    told = [part for part in totals if len(part.counts)]
+    told = [part for part in totals if len(part.counts) and len(part.sums)]
     if not told:
         return otherwise
     counts = torch.stack([part.counts for part in told]).sum(dim=0)[:, None]

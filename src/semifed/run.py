@@ -20,6 +20,7 @@ from semifed.errors import ClientFailure, UserError, legible
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
 from semifed.method import payload_types
+from semifed.models.network import Output
 from semifed.net import Net
 from semifed.privacy import private_mean, spent
 from semifed.process import settle
@@ -142,6 +143,13 @@ class RoundLoop:
         return self._finish(server, evaluation)
 
     @cached_property
+    def _said(self) -> Output:
+        return self.evaluator.said_of_one(self.site.net)
+
+    def _fault(self, answer: Reply, down: Any) -> str | None:
+        return self.method.fault(answer.up, answer.record.client, down, self._said)
+
+    @cached_property
     def _data_hash(self) -> str:
         return content_hash(self.scenario.dataset)
 
@@ -176,7 +184,7 @@ class RoundLoop:
             traffic[1] += sum(map(size_in_bytes, letters.values())) + size_in_bytes(down) * (len(cohort) - len(letters))
             expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
-            fresh = _alike([_checked(answer, down, expected) for answer in replies])
+            fresh = _alike([_checked(answer, down, expected, self._fault) for answer in replies])
             if not self._central:  # where one client decides whether another is believed, noise for one is too little
                 fresh = _believable(fresh, down)
             accepted = [answer for answer in fresh if isinstance(answer, Reply)]
@@ -329,12 +337,17 @@ class RoundLoop:
             )
 
 
-def _checked(answer: Reply | ClientFailure, down: Any, expected: Collection[str]) -> Reply | ClientFailure:
+def _checked(
+    answer: Reply | ClientFailure,
+    down: Any,
+    expected: Collection[str],
+    further: Callable[[Reply, Any], str | None] = lambda *_: None,
+) -> Reply | ClientFailure:
     """A reply that cannot be averaged becomes a failure of that client; others have their weights in our order."""
     if isinstance(answer, ClientFailure):
         return answer
     try:
-        fault = fault_of(answer.up, down.weights, expected)
+        fault = fault_of(answer.up, down.weights, expected) or further(answer, down)
     except Exception as error:  # whatever a client sends may cost its own update, nothing else
         fault = f"it cannot be looked at ({type(error).__name__})"
     if fault is not None:

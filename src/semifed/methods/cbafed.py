@@ -17,6 +17,7 @@ from semifed.data.client import Batch, ClientData
 from semifed.fit import Course, Fitted, Loss
 from semifed.losses import cross_entropy, mean
 from semifed.method import AtLeastOne, Method, NonNegative, Share, averaged
+from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import supervised, together
 from semifed.payloads import Local, Nothing, Visit
@@ -24,7 +25,7 @@ from semifed.pseudo import PseudoLabels
 from semifed.residual import residual_connection
 from semifed.schedule import opening
 from semifed.server import ServerSite
-from semifed.wire import Weights
+from semifed.wire import Weights, misshapen
 
 
 class State(NamedTuple):
@@ -103,6 +104,9 @@ class CBAFed(Method[State, Sent, Reply, Given]):
 
     def report(self, net: Net, local: Local[Given, Nothing], fitted: Fitted) -> Reply:
         return Reply(net.trained(), fitted.samples(local.data), local.const.counts)
+
+    def fault(self, up: Reply, client: int, down: Sent, said: Output) -> str | None:
+        return misshapen(up, {"counts": {(said.logits.shape[1],)}})
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         weights = averaged(server.weights, ups, site, capped_shares([float(up.samples) for up in ups], self.most_trust))
