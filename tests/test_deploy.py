@@ -1,5 +1,6 @@
 """Founding a federation, what its parties read, and the apps of server and clients without a network between them."""
 
+import shutil
 import ssl
 import stat
 import time
@@ -26,6 +27,7 @@ from semifed.engines import flower
 from semifed.engines.flower import deployed_client, deployed_server
 from semifed.errors import UserError
 from semifed.method import payload_types
+from semifed.progress import Lines
 from semifed.recipe import Recipe, check_recipe
 from semifed.run import execute
 from test_flower import model_of, rounds_of
@@ -109,6 +111,38 @@ def test_losses_are_shared_only_by_those_who_say_so(tmp_path: Path) -> None:
     assert all("supervised" in one["loss"] for one in rounds_of(tmp_path / "open")[1:])
     assert all(one["pseudo"] == {} for one in rounds_of(tmp_path / "open"))
     assert equal_weights(model_of(tmp_path / "silent"), model_of(tmp_path / "open"))
+
+
+class Cut(Lines):
+    """Stops the server as Ctrl-C would."""
+
+    def finished_round(self, record: Any) -> None:
+        super().finished_round(record)
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_run_may_be_moved_and_clients_still_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients found what they hold by where the server's run lay, and began anew without a word after it was moved."""
+    recipe = small_recipe("flexmatch", rounds=4, clients_per_round=4)
+    fed = founded(tmp_path / "fed", recipe)
+    told = {"folder": str(fed / "server")}
+    execute(prepare_run(recipe), tmp_path / "whole", Quiet())
+    with monkeypatch.context() as patch:
+        patch.setattr(flower, "Lines", Cut)
+        with pytest.raises(KeyboardInterrupt):
+            run_app(deployed_server(), federation(fed, 4), {**told, "out": str(tmp_path / "out")})
+    (tmp_path / "out").rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", tmp_path / "again")
+    run_app(deployed_server(), federation(fed, 4), {**told, "out": str(tmp_path / "moved"), "resume": True})
+    assert equal_weights(model_of(tmp_path / "whole"), model_of(tmp_path / "moved"))
+    assert "begins anew" not in capsys.readouterr().out
+    shutil.rmtree(fed / "clients" / "client-1" / "state" / "kept")
+    run_app(deployed_server(), federation(fed, 4), {**told, "out": str(tmp_path / "again"), "resume": True})
+    assert "client 1 has lost what it held: it begins anew" in capsys.readouterr().out
 
 
 def test_a_node_with_another_key_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from local_grid import LocalGrid, run_simulation
 from semifed.assembly import Parts, assemble, prepare_run
 from semifed.client_round import Held, Reply
 from semifed.data.client import ClientData
-from semifed.engines import flower_engine, letters
+from semifed.engines import flower, flower_engine, letters
 from semifed.engines.flower import FlowerEngine, simulated_client
 from semifed.engines.letters import Letter, Setting, answer, order, reply_of
 from semifed.errors import ClientFailure, UserError
@@ -95,7 +96,9 @@ def test_a_run_goes_on_with_either_engine(
 class World:
     """An engine over a local grid, outside a run."""
 
-    def __init__(self, tmp_path: Path, method: str = KEEPS_STATE, timeout: float | None = None) -> None:
+    def __init__(
+        self, tmp_path: Path, method: str = KEEPS_STATE, timeout: float | None = None, *, keys: bool = False
+    ) -> None:
         self.parts: Parts = prepare_run(recipe_of(method, clients_per_round=4))
         scenario = self.parts.scenario
         shape = tuple(scenario.dataset.x_train.shape[1:])
@@ -105,7 +108,9 @@ class World:
         self.store = HeldStore(tmp_path / "kept")
         self.net: Net = assemble(self.parts)[0]
         self.grid = LocalGrid(simulated_client(str(tmp_path / "kept")), 4)
-        self.engine = FlowerEngine(self.grid, self.setting, self.parts.method, timeout=timeout)
+        self.grid.keys = {node: b"key of %d" % client for node, client in self.grid.client_of.items()} if keys else {}
+        held = {client: self.grid.keys[node] for node, client in self.grid.client_of.items()} if keys else None
+        self.engine = FlowerEngine(self.grid, self.setting, self.parts.method, timeout=timeout, keys=held)
 
     def ask(self, round_: int, clients: tuple[int, ...] = (0, 1, 2, 3)) -> list[Reply | ClientFailure]:
         return self.engine.ask(round_, 0.05, clients, Down(self.net.state()))
@@ -141,11 +146,14 @@ def test_a_client_that_is_not_connected_is_a_failure(tmp_path: Path) -> None:
     assert reasons(here.ask(2)) == {}
 
 
-def test_a_silent_client_is_not_addressed_again_until_it_says_who_it_is(tmp_path: Path) -> None:
-    here = World(tmp_path, timeout=5.0)
+def test_a_silent_client_is_not_addressed_again_until_it_says_who_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flower, "QUESTION_SECONDS", 0.3)
+    here = World(tmp_path, timeout=0.5)
     here.ask(1)
     here.grid.silent = {2}
-    assert reasons(here.ask(2)) == {2: "no answer within 5 s"}
+    assert reasons(here.ask(2)) == {2: "no answer within 0.5 s"}
     here.grid.asked.clear()
     assert reasons(here.ask(3)) == {2: "it is not connected"}
     assert ("query.who", 2) in here.grid.asked
@@ -300,6 +308,75 @@ def test_a_node_that_does_not_say_who_it_is_is_not_asked(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(here.grid, "app", mute)
     assert reasons(here.ask(1)) == {2: "it is not connected"}
+
+
+def test_whose_answer_it_is_follows_from_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's number within a reply is written by whoever sends it: client 1 signs as client 2."""
+    here = World(tmp_path, keys=True)
+    honest = {one.record.client: one.up for one in here.ask(1) if isinstance(one, Reply)}
+    original = here.grid.app
+
+    def forging(message: Any, context: Any) -> Any:
+        reply = original(message, context)
+        if context.node_config["partition-id"] == 1:
+            reply.metadata.__dict__["_src_node_id"] = here.grid.node_of(2)
+            reply.metadata.__dict__["_reply_to_message_id"] = "another"
+        return reply
+
+    monkeypatch.setattr(here.grid, "app", forging)
+    found = {one.record.client: one.up for one in here.ask(1) if isinstance(one, Reply)}
+    assert found.keys() == honest.keys()
+    assert all(equal_weights(found[client].weights, honest[client].weights) for client in honest)
+    assert not equal_weights(honest[1].weights, honest[2].weights)
+
+
+@pytest.mark.parametrize("kind", ["train", "query"])
+def test_a_reply_that_cannot_be_unpacked_costs_its_sender_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    here = World(tmp_path, keys=True)
+    pulled = here.grid.pull_messages
+
+    def unpacking(names: Any) -> Any:
+        replies = list(pulled(names))
+        for reply in replies:
+            spoilt = reply.metadata.src_node_id == here.grid.node_of(1)
+            if spoilt and reply.metadata.message_type.startswith(kind):
+                raise KeyError("arraychunk_ids")
+        return replies
+
+    monkeypatch.setattr(here.grid, "pull_messages", unpacking)
+    told = "its answer was refused: it cannot be unpacked (KeyError)" if kind == "train" else "it is not connected"
+    assert reasons(here.ask(1)) == {1: told}
+
+
+def test_a_server_that_cannot_be_reached_is_no_fault_of_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = World(tmp_path, keys=True)
+
+    def unreachable(names: Any) -> Any:
+        raise httpx.ConnectError("connection refused")
+
+    monkeypatch.setattr(here.grid, "pull_messages", unreachable)
+    with pytest.raises(httpx.ConnectError):
+        here.ask(1)
+
+
+def test_a_client_whose_number_was_put_right_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = World(tmp_path, keys=True)
+    node = here.grid.node_of(1)
+    context = here.grid.contexts[node]
+    context.node_config["partition-id"] = 3
+    assert reasons(here.ask(1)) == {1: "it is not connected"}
+    context.node_config["partition-id"] = 1
+    assert reasons(here.ask(2)) == {}
+    here.grid.keys[node] = b"nobody's"
+    here.engine._client_of.clear()
+    assert reasons(here.ask(3)) == {1: "it is not connected"}
+    here.grid.asked.clear()
+    here.ask(4)
+    assert ("query.who", 1) not in here.grid.asked  # a stranger's word does not improve
 
 
 def test_without_flower_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

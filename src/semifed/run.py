@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 from semifed.assembly import Parts, assemble, further_heads, optimiser, privacy_of, workplace_of
 from semifed.client_round import FEWEST_IMAGES, ClientRecord, Reply
@@ -34,7 +35,7 @@ from semifed.server import ServerSite
 from semifed.threshold import Threshold, rejection_threshold
 from semifed.wire import Weights, fault_of, odd_ones_out, size_in_bytes
 
-IMAGES = "data.json"  # what the images of a run are, by their hash
+IMAGES = "data.json"  # what the images of a run are, by their hash, and a name of the run that no other has
 MOST_STRIPS = 60  # groups whose images are shown, the largest first
 
 
@@ -126,7 +127,7 @@ class RoundLoop:
         self.rundir.truncate_rounds(last and last.round, last and last.record)
         evaluation: Evaluation | None = None
         if last is None:
-            self.rundir.write_json(IMAGES, {"data_hash": self._data_hash})
+            self.rundir.write_json(IMAGES, {"data_hash": self._data_hash, "run": uuid4().hex})
             if self.scenario.holdings:  # nobody knows what clients elsewhere hold
                 # On one line: spread over many, the counts of 100,000 clients would be 20 MB.
                 self.rundir.write_bytes("partition.json", json.dumps(class_counts(self.scenario)).encode())
@@ -137,6 +138,8 @@ class RoundLoop:
             self._refuse_other_images()
             server, first = last.server, last.round + 1
             self.engine.resume(last.left, last.held)
+        if name := (self.rundir.read_json(IMAGES) or {}).get("run"):  # runs of before have none
+            self.engine.begin(name)
         self.reporter.started(first - 1, self.recipe.rounds)
         for round_ in range(first, self.recipe.rounds + 1):
             server, evaluation = self._round(round_, server)

@@ -62,6 +62,10 @@ class TimedEngine:
         self.left = engine.left
         self.exchanges: list[tuple[float, float, int, int]] = []
 
+    def begin(self, run: str) -> None:
+        """Passed on."""
+        self._engine.begin(run)
+
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
     ) -> list[Reply | ClientFailure]:

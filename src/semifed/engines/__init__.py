@@ -17,6 +17,9 @@ class Engine(Protocol):
 
     left: dict[int, int]  # by client, that round; for the checkpoint
 
+    def begin(self, run: str) -> None:
+        """Before any exchange: the name of the run, by which clients elsewhere find what they hold of it."""
+
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
     ) -> list[Reply | ClientFailure]:

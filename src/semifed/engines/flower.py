@@ -1,4 +1,4 @@
-"""Clients elsewhere, reached by Flower: the only module that knows it.
+"""Clients elsewhere, reached by Flower: this module and `flower_mail` alone know it.
 
 The round loop is ours; Flower carries letters. Clients are addressed by their stable number, which a node says when
 it is asked; Flower's own node ids are random. Replies are put in client order, so nothing depends on who was first.
@@ -23,7 +23,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
@@ -35,6 +35,7 @@ from semifed.data.site import read_site
 from semifed.data.views import Views
 from semifed.deploy.certificates import public_pem
 from semifed.deploy.consortium import read_client, read_consortium, server_parts
+from semifed.engines.flower_mail import array_record, letter_of, message_of, replies
 from semifed.engines.letters import NEVER, Letter, Setting, Share, answer, failed, order, reply_of
 from semifed.errors import ClientFailure, UserError, legible
 from semifed.held import HeldStore
@@ -84,6 +85,10 @@ class FlowerEngine:
         self._share, self._say = share, say
         self._client_of: dict[int, int] = {}  # by node id
         self._refused: set[int] = set()  # node ids
+
+    def begin(self, run: str) -> None:
+        """Letters name this run."""
+        self._run = run
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
@@ -138,20 +143,18 @@ class FlowerEngine:
         }
         asked = {client: letter for client, letter in letters.items() if client in node_of}
         records: dict[tuple[int, ...], ArrayRecord] = {}  # what is sent to many is packed once
-        messages = []
+        messages = {}
         for client, letter in asked.items():
             same = tuple(map(id, letter.arrays.values()))
             if same not in records:
-                records[same] = _array_record(letter.arrays)
+                records[same] = array_record(letter.arrays)
             content = RecordDict({"arrays": records[same], "facts": ConfigRecord(letter.facts)})
-            messages.append(Message(content, node_of[client], f"train.{LETTER}", group_id=str(round_)))
+            messages[client] = Message(content, node_of[client], f"train.{LETTER}", group_id=str(round_))
         absent = list(answers)
-        for reply in self._grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
-            client = self._client_of.get(reply.metadata.src_node_id, NEVER)
-            if client in asked:
-                answers[client] = self._read(reply, client, round_)
-                if reply.has_error() and reply.error.code != RAISED:
-                    absent.append(client)
+        for client, reply in replies(self._grid, messages, self._timeout, strangers=self._keys is not None):
+            answers[client] = self._read(reply, client, round_)
+            if isinstance(reply, Message) and reply.has_error() and reply.error.code != RAISED:
+                absent.append(client)
         for client in asked:
             if client not in answers:
                 answers[client] = ClientFailure(client, f"no answer within {self._timeout or 0:g} s")
@@ -159,26 +162,32 @@ class FlowerEngine:
                 self._client_of.pop(node_of[client])  # it must say who it is before it is addressed again
         return answers, absent
 
-    def _read(self, reply: Message, client: int, round_: int) -> Reply | ClientFailure:
+    def _read(self, reply: Message | Exception, client: int, round_: int) -> Reply | ClientFailure:
+        if isinstance(reply, Exception):
+            return ClientFailure(client, f"its answer was refused: it cannot be unpacked ({type(reply).__name__})")
         if reply.has_error():
             return ClientFailure(client, f"Flower reports error {reply.error.code}: {legible(reply.error.reason)}")
         try:
-            letter = _letter(reply)
+            letter = letter_of(reply)
         except Exception as error:  # whatever a client sends may cost its own update, nothing else
             return ClientFailure(client, f"its answer was refused: it cannot be read ({type(error).__name__})")
+        if letter.facts.get("anew") is True:
+            self._say(f"client {client} has lost what it held: it begins anew")
         return reply_of(letter, client, round_, self._method, share=self._share)
 
     def _nodes(self) -> dict[int, int]:
         """Node ids by client; nodes that are new or did not answer say who they are first."""
         present = {node.node_id: bytes(node.public_key) for node in self._grid.get_nodes()}
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
-        asked = [
-            Message(RecordDict(), dst_node_id=node, message_type=f"query.{WHO}")
+        self._refused &= present.keys()
+        asked = {
+            node: Message(RecordDict(), dst_node_id=node, message_type=f"query.{WHO}")
             for node in sorted(present.keys() - self._client_of.keys() - self._refused)
-        ]
-        for reply in self._grid.send_and_receive(asked, timeout=QUESTION_SECONDS) if asked else ():
-            node = reply.metadata.src_node_id
+        }
+        for node, reply in replies(self._grid, asked, QUESTION_SECONDS, strangers=self._keys is not None):
             try:
+                if isinstance(reply, Exception):
+                    raise reply
                 said: Any = reply.content["who"]
                 self._introduce(node, int(said["client"]), present[node])
             except Exception as error:  # an error reply has no content
@@ -188,28 +197,14 @@ class FlowerEngine:
     def _introduce(self, node: int, client: int, key: bytes) -> None:
         """Believe a node that it is a client, if it holds the client's key and nobody else is that client."""
         if self._keys is not None and self._keys.get(client) != key:
-            self._refused.add(node)
+            if key not in self._keys.values():  # else its operator may yet correct its number
+                self._refused.add(node)
             self._say(f"a node says it is client {client}, but its key is another one's: it is not believed")
         elif client in self._client_of.values():
             self._refused.add(node)
             self._say(f"a second node says it is client {client}: it is not asked")
         else:
             self._client_of[node] = client
-
-
-def _array_record(arrays: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    return ArrayRecord({name: Array(array.detach().numpy()) for name, array in arrays.items()})
-
-
-def _letter(message: Message) -> Letter:
-    arrays: Any = message.content["arrays"]
-    facts: Any = message.content["facts"]
-    return Letter({name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()}, dict(facts))
-
-
-def _message(letter: Letter, to: Message) -> Message:
-    content = RecordDict({"arrays": _array_record(letter.arrays), "facts": ConfigRecord(letter.facts)})
-    return Message(content, reply_to=to)
 
 
 def _who(message: Message, context: Context) -> Message:
@@ -232,7 +227,7 @@ def _client_app(act: Callable[[Letter, Context], Letter]) -> ClientApp:
     @app.train(LETTER)
     def train(message: Message, context: Context) -> Message:
         settle()
-        return _message(act(_letter(message), context), message)
+        return message_of(act(letter_of(message), context), message)
 
     return app
 
@@ -377,7 +372,9 @@ def deployed_server() -> ServerApp:
                 grid,
                 setting_of(parts),
                 parts.method,
-                run=hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16],
+                run=hashlib.sha256(str(out.absolute()).encode()).hexdigest()[
+                    :16
+                ],  # of runs begun before they had names
                 timeout=parts.recipe.engine.timeout,
                 keys={number: public_pem(member.key) for number, member in enumerate(consortium.clients)},
                 least=parts.recipe.min_clients,

@@ -20,6 +20,7 @@ from semifed.held import HeldStore
 from semifed.method import payload_types
 from semifed.methods import AnyMethod
 from semifed.models.backbones import Normalisation
+from semifed.payloads import Nothing
 from semifed.pseudo import PseudoLabels
 from semifed.recipe import Recipe, check_recipe
 from semifed.wire import from_arrays, to_arrays
@@ -97,6 +98,8 @@ def answer(letter: Letter, data: ClientData, store: HeldStore, *, share: Share =
     if facts["finished"] != NEVER:
         store.forget_before(client, facts["finished"])
     told: Facts = {"round": round_, "seconds": reply.record.seconds}
+    if held is None and left != NEVER and (kept_type is not Nothing or place.net.batchnorm == "local"):
+        told["anew"] = True
     arrays = {f"up/{name}": array for name, array in to_arrays(reply.up).items()}
     if share != "nothing":
         told |= _losses(reply.record)

@@ -38,6 +38,9 @@ class LocalEngine:
         if self.workers > 1 or timeout is not None:  # only another process can be stopped when it takes too long
             self._pool = Pool(build, scenario.dataset.x_train, self.workers, timeout)
 
+    def begin(self, run: str) -> None:
+        """What clients hold lies here: nobody need find it."""
+
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
     ) -> list[Reply | ClientFailure]:
