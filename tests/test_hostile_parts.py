@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
-from torch import Tensor
+from torch import Tensor, empty, ones, zeros
 
 from semifed.client_round import Reply
 from semifed.engines.local import LocalEngine
@@ -13,7 +13,8 @@ from semifed.errors import ClientFailure
 from semifed.method import payload_types
 from semifed.methods import method_class
 from semifed.models.network import Output
-from semifed.run import _alike, _checked
+from semifed.replies import alike, checked, sizes_of
+from semifed.shapes import Asked, PerClass, Scalar, Shaped, misshapen
 from semifed.wire import from_arrays, to_arrays
 from toys import meaningful, place_of, site_of, toy_parts, toy_recipe
 
@@ -59,23 +60,17 @@ def test_no_shape_of_a_part_ends_a_round(method: str, labels: str) -> None:
     engine = LocalEngine(partial(place_of, parts), parts.scenario, workers=1)
     server = kind.setup(place.net.state(), site)
     answers: list[Reply | ClientFailure] = []
-    said: list[Output] = []
+    sizes = sizes_of(place.net(parts.scenario.views.plain(parts.scenario.dataset.x_test[:1])), kind)
 
     def ask(down: Any, /, own: Callable[[int], Any] | None = None, change: Callable[[Any], Any] = lambda up: up) -> Any:
         if not answers:
             letters = {} if own is None else {client: own(client) for client in range(3)}
             answers.extend(engine.ask(1, 0.05, range(3), down, letters))
-            said.append(place.net(parts.scenario.views.plain(parts.scenario.dataset.x_test[:1])))
         first, *others = (answer for answer in answers if isinstance(answer, Reply))
         sent = [first._replace(up=change(first.up)), *others]
-        expected = place.net.trained_names()
-
-        def further(answer: Reply, down: Any) -> str | None:
-            return kind.fault(answer.up, answer.record.client, down, said[0])
-
-        checked = _alike([_checked(answer, down, expected, further) for answer in sent])
-        refused.append([one.reason for one in checked if isinstance(one, ClientFailure)])
-        return [one.up for one in checked if isinstance(one, Reply)]
+        counted = alike(checked(sent, down, place.net.trained_names(), sizes))
+        refused.append([one.reason for one in counted if isinstance(one, ClientFailure)])
+        return [one.up for one in counted if isinstance(one, Reply)]
 
     refused: list[list[str]] = []
     kind.round(server, ask, site)
@@ -102,6 +97,76 @@ def test_a_client_cannot_speak_for_another() -> None:
     down = kind.broadcast(server)
     (reply,) = LocalEngine(partial(place_of, parts), parts.scenario, workers=1).ask(1, 0.05, [2], down)
     assert isinstance(reply, Reply)
-    said = place.net(parts.scenario.views.plain(parts.scenario.dataset.x_test[:1]))
-    assert kind.fault(reply.up, 2, down, said) is None
-    assert kind.fault(reply.up, 1, down, said) == "it speaks for client 2"
+    sizes = sizes_of(place.net(parts.scenario.views.plain(parts.scenario.dataset.x_test[:1])), kind)
+    assert misshapen(reply.up, Asked(2, down, sizes)) is None
+    assert misshapen(reply.up, Asked(1, down, sizes)) == "it speaks for client 2"
+
+
+class Inner(NamedTuple):
+    known: Annotated[Tensor, Shaped(2)]
+
+
+class Telling(NamedTuple):
+    weights: dict[str, Tensor]
+    samples: Tensor
+    level: Scalar
+    counts: PerClass
+    directions: Annotated[Tensor, Shaped("classes", "projection", optional=True)]
+    inner: Inner
+    psi: dict[str, Tensor]
+    free: Tensor
+
+
+class Sent(NamedTuple):
+    weights: dict[str, Tensor]
+    psi: dict[str, Tensor]
+
+
+TOLD = Telling({}, ones(()), ones(()), ones(3), ones(3, 4), Inner(ones(2)), {"a": ones(2, 2)}, ones(7, 7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"directions": empty(0)}, None),
+        ({"free": ones(1)}, None),
+        ({"level": ones(1)}, "'level' is of shape [1], expected []"),
+        ({"counts": empty(0)}, "'counts' is of shape [0], expected [classes]"),
+        ({"directions": ones(4, 3)}, "'directions' is of shape [4, 3], expected [classes, projection]"),
+        ({"directions": empty(3, 0)}, "'directions' is of shape [3, 0], expected [classes, projection]"),
+        ({"inner": Inner(ones(3))}, "'inner/known' is of shape [3], expected [2]"),
+        ({"psi": {}}, "'psi/a' is missing"),
+        ({"psi": {"a": ones(2, 2), "b": ones(1)}}, "'psi/b' was never sent out"),
+        ({"psi": {"a": ones(4)}}, "'psi/a' is of shape [4], expected [2, 2]"),
+    ],
+)
+def test_types_say_which_shapes_travel(changes: dict[str, Any], told: str | None) -> None:
+    asked = Asked(0, Sent({}, {"a": zeros(2, 2)}), {"classes": 3, "projection": 4})
+    assert misshapen(TOLD._replace(**changes), asked) == told
+
+
+def test_sizes_are_those_of_the_network_and_of_the_method() -> None:
+    said = Output(zeros(1, 6), zeros(1, 128), {"projection": zeros(1, 32), "ova": zeros(1, 2, 6)})
+    found = sizes_of(said, method_class("fed-agcl")(most_groups=9))
+    assert found["classes"] == 6
+    assert found["features"] == 128
+    assert found["projection"] == 32
+    assert found["most_groups"] == 9
+
+
+@pytest.mark.parametrize("method", sorted({name for name, _ in TELLING}))
+def test_every_part_that_a_method_reports_has_a_shape(method: str) -> None:
+    """Only what has one is checked against more than other clients' word."""
+
+    def unshaped(kind: Any, path: str = "") -> list[str]:
+        found = []
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+            if hasattr(base, "_fields"):
+                found += unshaped(base, f"{path}{name}/")
+            elif base is Tensor and hint is Tensor:
+                found.append(f"{path}{name}")
+        return found
+
+    assert unshaped(payload_types(method_class(method)())[2]) == ["samples"]

@@ -16,8 +16,9 @@ from semifed.client_round import ClientRecord, Reply
 from semifed.errors import UserError
 from semifed.payloads import Down, Up, Visit
 from semifed.recipe import check_recipe
+from semifed.replies import checked
 from semifed.robust import absurd, change_norms, defence, krum_scores, refuse_idle
-from semifed.run import _checked, execute
+from semifed.run import execute
 from semifed.wire import Weights
 from test_flower import model_of, rounds_of
 from test_golden import recipe_tables
@@ -271,7 +272,8 @@ def test_the_order_of_a_clients_weights_means_nothing() -> None:
     weights = {"one": torch.ones(3), "two": -torch.ones(3)}
     swapped = {"two": torch.ones(3), "one": -torch.ones(3)}
     up = Up(swapped, torch.ones(()))
-    answer = _checked(Reply(up, None, ClientRecord(0, 1, 1, {}, None, 0.0)), Down(received), list(received))
+    told = Reply(up, None, ClientRecord(0, 1, 1, {}, None, 0.0))
+    (answer,) = checked([told], Down(received), list(received), {})
     assert isinstance(answer, Reply)
     assert list(answer.up.weights) == list(received)
     honest = [Up(weights, torch.ones(())) for _ in range(4)]

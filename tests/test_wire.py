@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semifed.payloads import Up
-from semifed.wire import fault_of, from_arrays, misshapen, odd_ones_out, size_in_bytes, to_arrays
+from semifed.wire import fault_of, from_arrays, odd_ones_out, size_in_bytes, to_arrays
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -236,16 +236,6 @@ def test_where_two_disagree_nobody_is_believed() -> None:
         "'level' is torch.float32 [2], that of as many others torch.float32 []",
         "'level' is torch.float32 [], that of most others torch.float32 [2]",
     ]
-
-
-def test_parts_are_of_the_shapes_that_a_method_names() -> None:
-    shapes = {"level": {()}, "directions": {(0,), (3, 4)}}
-    for directions in (torch.ones(3, 4), torch.empty(0)):
-        assert misshapen(telling(torch.ones(()), directions), shapes) is None
-    found = misshapen(telling(torch.ones(()), torch.ones(7, 1)), shapes)
-    assert found == "'directions' is of shape [7, 1], expected [0] or [3, 4]"
-    assert misshapen(Up({"a": torch.zeros(2)}, torch.ones(())), {"level": {()}}) == "'level' is missing"
-    assert misshapen(telling(torch.ones(()), torch.empty(0)), {"level": {()}}) == "'directions' was not asked for"
 
 
 def test_a_negative_variance_is_refused() -> None:

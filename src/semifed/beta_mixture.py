@@ -1,10 +1,12 @@
 """ProSub's mixture of two Beta distributions over subspace scores: one of known images, one of unknown ones."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+
+from semifed.shapes import Shaped
 
 LEAST_SCORE = 1e-4  # scores stay this far from 0 and 1, where densities may be infinite
 LEAST_VARIANCE = 1e-6
@@ -16,8 +18,8 @@ NO_DENSITY = 1e-8  # keeps a responsibility defined where both densities vanish
 class BetaMixture(NamedTuple):
     """Shapes (a, b) of both distributions, [2] each, in double precision."""
 
-    known: Tensor  # a1, b1
-    unknown: Tensor  # a2, b2
+    known: Annotated[Tensor, Shaped(2)]  # a1, b1
+    unknown: Annotated[Tensor, Shaped(2)]  # a2, b2
 
 
 def initial_mixture() -> BetaMixture:

@@ -15,6 +15,7 @@ from semifed.net import Net
 from semifed.payloads import Visit
 from semifed.pseudo import PseudoLabels
 from semifed.rng import torch_stream
+from semifed.shapes import ClientNumber, PerClass
 from semifed.targets import opinion
 from semifed.wire import Weights
 
@@ -115,9 +116,9 @@ def psi_objective(
 class Member(NamedTuple):
     """What a client tells the server of itself."""
 
-    client: Tensor  # its number
+    client: ClientNumber
     psi: Weights
-    embedding: Tensor  # e [classes], what its model says of the noise image
+    embedding: PerClass  # e, what its model says of the noise image
 
 
 class Working(NamedTuple):

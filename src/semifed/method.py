@@ -22,7 +22,6 @@ from semifed.aggregate import shares, weighted_mean
 from semifed.data.client import Batch, ClientData
 from semifed.discovery.gallery import Gallery
 from semifed.fit import Course, Fitted, Loss
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Down, HasWeights, Local, Nothing, Prediction, Server, Up, Update, Visit
@@ -98,13 +97,6 @@ class Method(Generic[S, D, U, C, K]):
     def report(self, net: Net, local: Local[C, K], fitted: Fitted) -> U:
         """Client, once a round: what the server receives; a client that had nothing to learn from weighs nothing."""
         return Up(net.trained(), fitted.samples(local.data))  # type: ignore[return-value]
-
-    def fault(self, up: U, client: int, down: D, said: Output) -> str | None:
-        """Server, for each update before it counts: why what it tells beside weights cannot be right; None if it can.
-
-        `said` is what the network says of one image, for the shapes. Clients elsewhere may send anything.
-        """
-        return None
 
     def keep(self, net: Net, local: Local[C, K], const: C) -> K:
         """Client, once a round: what it keeps for its next one; `const` is what the last step left behind."""

@@ -1,11 +1,13 @@
 """What stands for a class: directions, means and the subspace they span."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from semifed.shapes import Shaped
 
 
 def class_sums(vectors: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -21,8 +23,8 @@ def class_directions(vectors: Tensor, labels: Tensor, classes: int) -> Tensor:
 class ClassTotals(NamedTuple):
     """What one party knows of the classes; both empty where it holds no labels."""
 
-    sums: Tensor  # [classes, d]
-    counts: Tensor  # [classes]
+    sums: Annotated[Tensor, Shaped("classes", "features", optional=True)]
+    counts: Annotated[Tensor, Shaped("classes", optional=True)]
 
 
 def class_totals(vectors: Tensor, labels: Tensor, classes: int) -> ClassTotals:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,23 +17,23 @@ from semifed.data.scenario import class_counts
 from semifed.engines import Engine, flower_engine
 from semifed.engines.letters import Setting
 from semifed.engines.local import LocalEngine, available_cores
-from semifed.errors import ClientFailure, UserError, legible
+from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
 from semifed.method import payload_types
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.privacy import private_mean, spent
 from semifed.process import settle
 from semifed.progress import Reporter
+from semifed.replies import alike, believable, checked, reasons, sizes_of
 from semifed.report.contact_sheet import strip
 from semifed.rng import numpy_stream
-from semifed.robust import absurd, defence
+from semifed.robust import defence
 from semifed.rundir import RunDirectory, finite, summary
 from semifed.schedule import schedule_factor
 from semifed.server import ServerSite
 from semifed.threshold import Threshold, rejection_threshold
-from semifed.wire import Weights, fault_of, odd_ones_out, size_in_bytes
+from semifed.wire import Weights, size_in_bytes
 
 IMAGES = "data.json"  # what the images of a run are, by their hash, and a name of the run that no other has
 MOST_STRIPS = 60  # groups whose images are shown, the largest first
@@ -146,11 +146,8 @@ class RoundLoop:
         return self._finish(server, evaluation)
 
     @cached_property
-    def _said(self) -> Output:
-        return self.evaluator.said_of_one(self.site.net)
-
-    def _fault(self, answer: Reply, down: Any) -> str | None:
-        return self.method.fault(answer.up, answer.record.client, down, self._said)
+    def _sizes(self) -> dict[str, int]:
+        return sizes_of(self.evaluator.said_of_one(self.site.net), self.method)
 
     @cached_property
     def _data_hash(self) -> str:
@@ -185,11 +182,10 @@ class RoundLoop:
             cohort = self._cohort(round_)
             letters = {} if own is None else {client: own(client) for client in cohort}
             traffic[1] += sum(map(size_in_bytes, letters.values())) + size_in_bytes(down) * (len(cohort) - len(letters))
-            expected = self.site.net.trained_names()
             replies = self.engine.ask(round_, self._client_lr, cohort, down, letters)
-            fresh = _alike([_checked(answer, down, expected, self._fault) for answer in replies])
+            fresh = alike(checked(replies, down, self.site.net.trained_names(), self._sizes))
             if not self._central:  # where one client decides whether another is believed, noise for one is too little
-                fresh = _believable(fresh, down)
+                fresh = believable(fresh, down)
             accepted = [answer for answer in fresh if isinstance(answer, Reply)]
             # The momentum behind a refused update is as broken as the update: that client goes on from before.
             self.engine.accept(round_, accepted)
@@ -199,7 +195,7 @@ class RoundLoop:
             if len(ups) < recipe.min_clients:
                 raise UserError(
                     f"round {round_}: only {len(ups)} of {len(cohort)} clients delivered, min_clients is "
-                    f"{recipe.min_clients}; the last finished round is kept ({_reasons(fresh)})"
+                    f"{recipe.min_clients}; the last finished round is kept ({reasons(fresh)})"
                 )
             for step in self._defence:
                 ups = step(ups, down.weights)
@@ -340,47 +336,6 @@ class RoundLoop:
             )
 
 
-def _checked(
-    answer: Reply | ClientFailure,
-    down: Any,
-    expected: Collection[str],
-    further: Callable[[Reply, Any], str | None] = lambda *_: None,
-) -> Reply | ClientFailure:
-    """A reply that cannot be averaged becomes a failure of that client; others have their weights in our order."""
-    if isinstance(answer, ClientFailure):
-        return answer
-    try:
-        fault = fault_of(answer.up, down.weights, expected) or further(answer, down)
-    except Exception as error:  # whatever a client sends may cost its own update, nothing else
-        fault = f"it cannot be looked at ({type(error).__name__})"
-    if fault is not None:
-        return ClientFailure(answer.record.client, f"its update was refused: {legible(fault)}")
-    return answer._replace(up=answer.up._replace(weights={name: answer.up.weights[name] for name in expected}))
-
-
-def _believable(answers: Sequence[Reply | ClientFailure], down: Any) -> list[Reply | ClientFailure]:
-    """Replies of an absurd size become failures of their clients."""
-    faults = iter(absurd([answer.up for answer in answers if isinstance(answer, Reply)], down.weights))
-    return _without_faulty(answers, faults)
-
-
-def _alike(answers: Sequence[Reply | ClientFailure]) -> list[Reply | ClientFailure]:
-    """Replies that are shaped unlike most others become failures of their clients."""
-    faults = iter(odd_ones_out([answer.up for answer in answers if isinstance(answer, Reply)]))
-    return _without_faulty(answers, faults)
-
-
-def _without_faulty(
-    answers: Sequence[Reply | ClientFailure], faults: Iterator[str | None]
-) -> list[Reply | ClientFailure]:
-    return [
-        ClientFailure(answer.record.client, f"its update was refused: {legible(fault)}")
-        if isinstance(answer, Reply) and (fault := next(faults))
-        else answer
-        for answer in answers
-    ]
-
-
 def _mean_terms(records: Sequence[ClientRecord]) -> dict[str, float]:
     """Each term of the loss, averaged over the steps of the clients that have it."""
     terms = sorted({name for record in records for name in record.terms})
@@ -398,8 +353,3 @@ def _mean_measured(records: Sequence[ClientRecord]) -> dict[str, float]:
         before = found.get(name, [0.0, 0.0])
         found[name] = [before[0] + total, before[1] + number]
     return {name: total / number for name, (total, number) in sorted(found.items()) if number}
-
-
-def _reasons(answers: Sequence[Reply | ClientFailure]) -> str:
-    failures = [answer for answer in answers if isinstance(answer, ClientFailure)]
-    return "; ".join(f"client {failure.client}: {failure.reason}" for failure in failures[:3])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semifed.aggregate import bounded_shares, claimed_counts, shares, weighted_mean
+from semifed.shapes import Scalar
 from semifed.wire import Weights
 
 FARTHEST = 1e30  # what is no distance counts as this one
@@ -18,7 +19,7 @@ class Member(NamedTuple):
 
     weights: Weights
     samples: Tensor
-    labelled: Tensor  # bool: whether it holds labels
+    labelled: Scalar  # bool: whether it holds labels
 
 
 class Consensus(NamedTuple):

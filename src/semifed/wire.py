@@ -6,7 +6,7 @@ is allowed where the type says so. The type is known on both sides, so only name
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -128,28 +128,10 @@ def _sum_is_finite(arrays: Iterable[Tensor]) -> bool:
     return not parts or math.isfinite(float(torch.cat(parts).sum()))
 
 
-def misshapen(update: object, shapes: Mapping[str, Collection[tuple[int, ...]]]) -> str | None:
-    """Why what an update holds beside weights and their count is not of these shapes, by path; None if it is."""
-    further = {
-        name: array
-        for name, array in to_arrays(update).items()
-        if not name.startswith("weights/") and name != "samples"
-    }
-    if missing := sorted(shapes.keys() - further.keys()):
-        return f"'{missing[0]}' is missing"
-    for name, array in further.items():
-        if name not in shapes:
-            return f"'{name}' was not asked for"
-        if tuple(array.shape) not in shapes[name]:
-            expected = " or ".join(str(list(shape)) for shape in sorted(shapes[name]))
-            return f"'{name}' is of shape {list(array.shape)}, expected {expected}"
-    return None
-
-
 def odd_ones_out(updates: Sequence[object]) -> list[str | None]:
     """For each update, why what it holds beside weights is shaped unlike that of most others; None if it is not.
 
-    A method knows the shapes of its further parts if anyone does (`Method.fault`), and clients cannot be asked; an
+    A method knows the shapes of its further parts if anyone does (`semifed.shapes`), and clients cannot be asked; an
     empty list is always right where others have more than one number. Where as many say one thing as another, nobody is
     believed.
     """

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from semifed.discovery.finch import finch
 from semifed.metrics import hungarian_accuracy
 from semifed.prototypes import class_sums
+from semifed.shapes import Shaped
 
 LEAST_VARIANCE = 1e-3  # of unit vectors, along one axis: a group of one image has none of its own
 
@@ -18,9 +19,9 @@ LEAST_VARIANCE = 1e-3  # of unit vectors, along one axis: a group of one image h
 class Mixture(NamedTuple):
     """Diagonal Gaussians; rows of no images are padding."""
 
-    mean: Tensor  # [groups, d]
-    variance: Tensor  # [groups, d]
-    images: Tensor  # [groups], how many stand behind each
+    mean: Annotated[Tensor, Shaped("most_groups", "projection")]
+    variance: Annotated[Tensor, Shaped("most_groups", "projection")]
+    images: Annotated[Tensor, Shaped("most_groups")]  # how many stand behind each
 
     @property
     def present(self) -> "Mixture":

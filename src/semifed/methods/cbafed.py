@@ -17,7 +17,6 @@ from semifed.data.client import Batch, ClientData
 from semifed.fit import Course, Fitted, Loss
 from semifed.losses import cross_entropy, mean
 from semifed.method import AtLeastOne, Method, NonNegative, Share, averaged
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import supervised, together
 from semifed.payloads import Local, Nothing, Visit
@@ -25,7 +24,8 @@ from semifed.pseudo import PseudoLabels
 from semifed.residual import residual_connection
 from semifed.schedule import opening
 from semifed.server import ServerSite
-from semifed.wire import Weights, misshapen
+from semifed.shapes import PerClass
+from semifed.wire import Weights
 
 
 class State(NamedTuple):
@@ -49,7 +49,7 @@ class Reply(NamedTuple):
 
     weights: Weights
     samples: Tensor
-    counts: Tensor  # labels and accepted pseudo-labels of each class [classes]
+    counts: PerClass  # labels and accepted pseudo-labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,6 @@ class CBAFed(Method[State, Sent, Reply, Given]):
 
     def report(self, net: Net, local: Local[Given, Nothing], fitted: Fitted) -> Reply:
         return Reply(net.trained(), fitted.samples(local.data), local.const.counts)
-
-    def fault(self, up: Reply, client: int, down: Sent, said: Output) -> str | None:
-        return misshapen(up, {"counts": {(said.logits.shape[1],)}})
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         weights = averaged(server.weights, ups, site, capped_shares([float(up.samples) for up in ups], self.most_trust))

@@ -35,11 +35,10 @@ from semifed.discovery.objectives import (
 from semifed.fit import Course, Fitted, Loss
 from semifed.losses import mean
 from semifed.method import Method, NonNegative, Share, Temperature
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.payloads import Local, Nothing, Server, Visit
 from semifed.server import ServerSite
-from semifed.wire import Weights, misshapen
+from semifed.wire import Weights
 
 
 class Associated(NamedTuple):
@@ -121,10 +120,6 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
 
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
         return Reply(net.trained(), fitted.samples(local.data), local.const.local.padded(self.most_groups))
-
-    def fault(self, up: Reply, client: int, down: Associated, said: Output) -> str | None:
-        groups = (self.most_groups, said.heads["projection"].shape[1])
-        return misshapen(up, {"groups/mean": {groups}, "groups/variance": {groups}, "groups/images": {groups[:1]}})
 
     def aggregate(self, server: Associated, ups: Sequence[Reply], site: ServerSite) -> Associated:
         if not ups:

@@ -15,15 +15,15 @@ from semifed.class_priors import debiased, tracked_prior, unbiased_shares
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.method import AtLeastOne, Method, NonNegative, Share
-from semifed.models.network import Output
 from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised
 from semifed.payloads import Down, Local, Nothing, Visit
 from semifed.pseudo import PseudoLabels
 from semifed.server import ServerSite
 from semifed.server_momentum import Moving, step_to_mean
+from semifed.shapes import PerClass
 from semifed.targets import Targets, opinion, sage_targets
-from semifed.wire import Weights, misshapen
+from semifed.wire import Weights
 
 
 class Reply(NamedTuple):
@@ -31,7 +31,7 @@ class Reply(NamedTuple):
 
     weights: Weights
     samples: Tensor
-    prior: Tensor  # APP-U, [classes]: the mean prediction of the model as the client trained it
+    prior: PerClass  # APP-U: the mean prediction of the model as the client trained it
 
 
 class Received(NamedTuple):
@@ -98,9 +98,6 @@ class FedDB(Method[Moving, Down, Reply, Const]):
 
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
         return Reply(net.trained(), fitted.samples(local.data), fitted.left.prior)
-
-    def fault(self, up: Reply, client: int, down: Down, said: Output) -> str | None:
-        return misshapen(up, {"prior": {(said.logits.shape[1],)}})
 
     def aggregate(self, server: Moving, ups: Sequence[Reply], site: ServerSite) -> Moving:
         counts, priors = [float(up.samples) for up in ups], [up.prior for up in ups]

@@ -16,12 +16,11 @@ from semifed.data.client import Batch, ClientData
 from semifed.decomposition import Member, Members, PsiWeights, Working
 from semifed.fit import Course, Fitted, Loss
 from semifed.method import Ask, Method, NonNegative, Share, averaged
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.payloads import Local, Nothing, Visit
 from semifed.server import ServerSite
-from semifed.wire import Weights, misshapen
+from semifed.wire import Weights
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -112,13 +111,6 @@ class FedMatch(Method[State, Sent, Reply, Working]):
 
     def report(self, net: Net, local: Local[Working, Nothing], fitted: Fitted) -> Reply:
         return Reply(net.trained(), fitted.samples(local.data), fitted.left.told(net))
-
-    def fault(self, up: Reply, client: int, down: Sent, said: Output) -> str | None:
-        psi = {f"member/psi/{name}": {tuple(part.shape)} for name, part in down.psi.items()}
-        fault = misshapen(up, {"member/client": {()}, "member/embedding": {(said.logits.shape[1],)}, **psi})
-        if fault is None and int(up.member.client) != client:
-            return f"it speaks for client {int(up.member.client)}"
-        return fault
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         share = equal_shares([float(up.samples) for up in ups])

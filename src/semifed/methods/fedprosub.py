@@ -17,14 +17,13 @@ from semifed.fit import Fitted, Loss
 from semifed.losses import cosine_distance, cross_entropy, masked_mean, mean, subspace_separation
 from semifed.method import Method, NonNegative, Share, averaged
 from semifed.models.heads import SUBSPACE_BASIS
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import plus, supervised, together
 from semifed.payloads import Local, Nothing, Prediction, Visit, outside
 from semifed.prototypes import ClassTotals, class_means, class_totals, subspace_basis, subspace_score
 from semifed.pseudo import PseudoLabels, confident_label
 from semifed.server import ServerSite
-from semifed.wire import Weights, misshapen
+from semifed.wire import Weights
 
 
 class State(NamedTuple):
@@ -115,14 +114,6 @@ class FedProSub(Method[State, Sent, Reply, Judged]):
         data, (logits, features, _) = local.data, local.data.labelled_outputs(net)
         totals = class_totals(features, data.labels, logits.shape[1])
         return Reply(net.trained(), fitted.samples(data), local.const.mixture, totals)
-
-    def fault(self, up: Reply, client: int, down: Sent, said: Output) -> str | None:
-        classes, features = said.logits.shape[1], said.features.shape[1]
-        totals: dict[str, set[tuple[int, ...]]] = {
-            "totals/sums": {(0,), (classes, features)},
-            "totals/counts": {(0,), (classes,)},
-        }
-        return misshapen(up, {"mixture/known": {(2,)}, "mixture/unknown": {(2,)}, **totals})
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         weights = site.fine_tune(averaged(server.weights, ups, site), self.server_loss)

@@ -17,14 +17,14 @@ from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.losses import asam_offsets, cross_entropy, kl_divergence, masked_mean, mean
 from semifed.method import Method, NonNegative, Share
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import supervised, together
 from semifed.payloads import Down, Local, Nothing, Visit
 from semifed.pseudo import PseudoLabels, adaptive_label, confident_label
 from semifed.server import ServerSite
 from semifed.server_momentum import Moving, step_to_mean
-from semifed.wire import Weights, misshapen
+from semifed.shapes import Scalar
+from semifed.wire import Weights
 
 
 class Reply(NamedTuple):
@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
     weights: Weights
     samples: Tensor
-    confidence: Tensor  # tau_g, the received model's mean confidence at the client; 0 without unlabelled images
+    confidence: Scalar  # tau_g, the received model's mean confidence at the client; 0 without unlabelled images
 
 
 class Kept(NamedTuple):
@@ -89,9 +89,6 @@ class FL2(Method[Moving, Down, Reply, Kept]):
 
     def report(self, net: Net, local: Local[Kept, Nothing], fitted: Fitted) -> Reply:
         return Reply(net.trained(), fitted.samples(local.data), local.const.confidence)
-
-    def fault(self, up: Reply, client: int, down: Down, said: Output) -> str | None:
-        return misshapen(up, {"confidence": {()}})
 
     def aggregate(self, server: Moving, ups: Sequence[Reply], site: ServerSite) -> Moving:
         confidence = [float(up.confidence) for up in ups]

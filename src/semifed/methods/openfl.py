@@ -7,7 +7,7 @@ are at the clients, these report the directions that pivots are made of.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from semifed.data.client import Batch, ClientData
 from semifed.fit import Fitted, Loss
 from semifed.losses import alignment, mean, supervised_contrastive
 from semifed.method import AtLeastOne, Method, NonNegative, Share, Temperature, averaged
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import OpenSetWeights, open_set_supervised, open_set_unsupervised, plus, together
 from semifed.payloads import DETECTOR_SCORE, Local, Nothing, Prediction, Visit, detected
 from semifed.prototypes import class_directions, mean_direction_norm, refreshed
 from semifed.pseudo import Gates, gates
 from semifed.server import ServerSite
-from semifed.wire import Weights, misshapen
+from semifed.shapes import Scalar, Shaped
+from semifed.wire import Weights
 
 
 class State(NamedTuple):
@@ -50,8 +50,8 @@ class Reply(NamedTuple):
 
     weights: Weights
     samples: Tensor
-    alignment: Tensor  # the client's mean alignment loss, the one scalar of the paper
-    directions: Tensor  # [classes, m] where the client holds labels, else empty
+    alignment: Scalar  # the client's mean alignment loss, the one scalar of the paper
+    directions: Annotated[Tensor, Shaped("classes", "projection", optional=True)]  # of clients that hold labels
 
 
 class Const(NamedTuple):
@@ -151,10 +151,6 @@ class OpenFL(Method[State, Sent, Reply, Const]):
                 count = count + len(data.labels)
         level = alignment_level(total, count, classes, self.temperature, shift=self.statistic != "gated")
         return Reply(net.trained(), fitted.samples(data), level, directions)
-
-    def fault(self, up: Reply, client: int, down: Sent, said: Output) -> str | None:
-        pivots = (said.logits.shape[1], said.heads["projection"].shape[1])
-        return misshapen(up, {"alignment": {()}, "directions": {(0,), pivots}})
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         claimed = [float(up.alignment) for up in ups]

@@ -12,13 +12,13 @@ from semifed import proxies
 from semifed.data.client import Batch, ClientData
 from semifed.fit import Course, Fitted, Loss
 from semifed.method import Method, NonNegative, Share, averaged
-from semifed.models.network import Output
 from semifed.net import FrozenNet, Net
 from semifed.objectives import semi_supervised, together
 from semifed.payloads import Local, Nothing, Visit
 from semifed.server import ServerSite
+from semifed.shapes import PerClass
 from semifed.targets import asked, opinion, targets
-from semifed.wire import Weights, misshapen
+from semifed.wire import Weights
 
 
 class Known(NamedTuple):
@@ -29,11 +29,11 @@ class Known(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What travels back; counts [classes] are of labels and accepted pseudo-labels in the last local epoch."""
+    """What travels back; counts are of labels and accepted pseudo-labels in the last local epoch."""
 
     weights: Weights
     samples: Tensor
-    counts: Tensor
+    counts: PerClass
 
 
 class Const(NamedTuple):
@@ -108,9 +108,6 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
     def report(self, net: Net, local: Local[Const, Nothing], fitted: Fitted) -> Reply:
         count = fitted.samples if self.weigh == "images" else fitted.learnt
         return Reply(net.trained(), count(local.data), torch.stack(fitted.left.counts).sum(dim=0))
-
-    def fault(self, up: Reply, client: int, down: Known, said: Output) -> str | None:
-        return misshapen(up, {"counts": {(said.logits.shape[1],)}})
 
     def aggregate(self, server: Known, ups: Sequence[Reply], site: ServerSite) -> Known:
         weights, name = averaged(server.weights, ups, site), site.net.class_rows

@@ -17,7 +17,6 @@ from semifed.fit import Fitted, Loss
 from semifed.losses import mean, squared_distance
 from semifed.mean_teacher import Average, MeanTeacher, mean_teacher
 from semifed.method import AtLeastOne, Method, NonNegative, Share, Temperature, averaged
-from semifed.models.network import Output
 from semifed.net import Net
 from semifed.objectives import supervised, together
 from semifed.payloads import Local, Visit
@@ -25,7 +24,7 @@ from semifed.pseudo import PseudoLabels, sharpened
 from semifed.schedule import opening
 from semifed.server import ServerSite
 from semifed.sub_consensus import Consensus, Member
-from semifed.wire import Weights, misshapen
+from semifed.wire import Weights
 
 
 class Phased(NamedTuple):
@@ -93,9 +92,6 @@ class RSCFed(Method[Phased, Phased, Member, Taught, Average]):
     def keep(self, net: Net, local: Local[Taught, Average], const: Taught) -> Average:
         taught = self.keep_teacher and const.teacher.behind
         return const.teacher.caught_up(net, self.decay).kept() if taught else local.kept
-
-    def fault(self, up: Member, client: int, down: Phased, said: Output) -> str | None:
-        return misshapen(up, {"labelled": {()}})
 
     def aggregate(self, server: Phased, ups: Sequence[Member], site: ServerSite) -> Phased:
         scales = self.distance_scale, self.labelled_distance_scale
