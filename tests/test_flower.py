@@ -363,6 +363,17 @@ def test_a_server_that_cannot_be_reached_is_no_fault_of_clients(
         here.ask(1)
 
 
+def test_a_mute_node_is_not_waited_for_where_nobody_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower, "QUESTION_SECONDS", 0.3)
+    here = World(tmp_path)
+    here.grid.silent = {3}
+    for round_ in (1, 2, 3):
+        assert reasons(here.ask(round_, (0, 1, 2))) == {}
+    assert here.grid.asked.count(("query.who", 3)) == 1
+    assert reasons(here.ask(4)) == {3: "it is not connected"}
+    assert here.grid.asked.count(("query.who", 3)) == 2
+
+
 def test_a_client_whose_number_was_put_right_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = World(tmp_path, keys=True)
     node = here.grid.node_of(1)

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -137,7 +137,7 @@ class FlowerEngine:
         self, round_: int, letters: Mapping[int, Letter]
     ) -> tuple[dict[int, Reply | ClientFailure], list[int]]:
         """The answers, and which clients were not there to give one: those are worth another letter."""
-        node_of = self._nodes()
+        node_of = self._nodes(letters.keys())
         answers: dict[int, Reply | ClientFailure] = {
             client: ClientFailure(client, "it is not connected") for client in letters if client not in node_of
         }
@@ -175,15 +175,15 @@ class FlowerEngine:
             self._say(f"client {client} has lost what it held: it begins anew")
         return reply_of(letter, client, round_, self._method, share=self._share)
 
-    def _nodes(self) -> dict[int, int]:
-        """Node ids by client; nodes that are new or did not answer say who they are first."""
+    def _nodes(self, wanted: Collection[int]) -> dict[int, int]:
+        """Node ids by client; where one is wanted that is not known, nodes that did not say who they are do so first."""
         present = {node.node_id: bytes(node.public_key) for node in self._grid.get_nodes()}
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         self._refused &= present.keys()
-        asked = {
-            node: Message(RecordDict(), dst_node_id=node, message_type=f"query.{WHO}")
-            for node in sorted(present.keys() - self._client_of.keys() - self._refused)
-        }
+        unknown = sorted(present.keys() - self._client_of.keys() - self._refused)
+        if set(wanted) <= set(self._client_of.values()):  # a mute node is not waited for in every round
+            unknown = []
+        asked = {node: Message(RecordDict(), dst_node_id=node, message_type=f"query.{WHO}") for node in unknown}
         for node, reply in replies(self._grid, asked, QUESTION_SECONDS, strangers=self._keys is not None):
             try:
                 if isinstance(reply, Exception):
