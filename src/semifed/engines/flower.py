@@ -176,7 +176,7 @@ class FlowerEngine:
         return reply_of(letter, client, round_, self._method, share=self._share)
 
     def _nodes(self, wanted: Collection[int]) -> dict[int, int]:
-        """Node ids by client; where one is wanted that is not known, nodes that did not say who they are do so first."""
+        """Node ids by client; where one is wanted that is not known, nodes that did not yet say who they are do so."""
         present = {node.node_id: bytes(node.public_key) for node in self._grid.get_nodes()}
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         self._refused &= present.keys()
