@@ -29,7 +29,7 @@ from semifed.data.formats import (
     read_idx,
     stratified_split,
 )
-from semifed.data.image_folder import image_files, read_image
+from semifed.data.image_folder import image_files, read_image, read_image_folder
 from semifed.errors import UserError
 
 Array = NDArray[Any]
@@ -766,3 +766,11 @@ def test_a_folder_a_client(tmp_path: Path) -> None:
     assert dataset.owner.tolist() == [0, 0, 0, 1, 1, 1]  # aachen, then berlin
     assert dataset.y_train.tolist() == [0, 0, 0, 0, 1, 1]
     assert len(dataset.x_test) == 2
+
+
+def test_a_folder_of_no_clients_is_told(tmp_path: Path) -> None:
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "test" / "cat").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "test" / "cat" / "one.png")
+    with pytest.raises(UserError, match="clients: expected a folder for each client, found none"):
+        read_image_folder(tmp_path)

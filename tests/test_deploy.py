@@ -1,14 +1,20 @@
 """Founding a federation, what its parties read, and the apps of server and clients without a network between them."""
 
+import re
 import shutil
+import signal
 import ssl
 import stat
+import subprocess
+import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -19,6 +25,7 @@ from local_grid import LocalGrid, run_app
 from semifed.assembly import prepare_run
 from semifed.data.site import read_site
 from semifed.data.views import Views
+from semifed.deploy import processes
 from semifed.deploy.certificates import client_key, new_authority, public_pem, server_certificate
 from semifed.deploy.consortium import read_client, read_consortium, server_parts
 from semifed.deploy.founding import fill_with_samples, found, sample_agreement
@@ -203,6 +210,123 @@ def test_a_round_waits_for_its_fewest_clients(tmp_path: Path, monkeypatch: pytes
 
 
 # What is written
+
+
+@pytest.mark.parametrize(
+    ("classes", "told"),
+    [
+        (("cat", "../dog"), "'../dog' cannot name a folder"),
+        (("T-shirt/top", "dog"), "'T-shirt/top' cannot name a folder"),
+        ((".hidden", "dog"), "'.hidden' cannot name a folder"),
+        (("cat ", "dog"), "'cat ' cannot name a folder"),
+        (("cat", "cat"), "'cat' is there twice"),
+    ],
+)
+def test_classes_are_folders(classes: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    recipe = small_recipe("fedavg")
+    agreed = sample_agreement(recipe, "localhost:8443", 8000)
+    with pytest.raises(UserError, match=re.escape(told)):
+        found(tmp_path / "fed", agreed._replace(classes=classes))
+    assert not (tmp_path / "fed").exists()
+    fed = founded(tmp_path / "other", recipe)
+    path = fed / "server" / "consortium.toml"
+    tables = tomllib.loads(path.read_text()) | {"classes": list(classes)}
+    path.write_text(tomli_w.dumps(tables))
+    with pytest.raises(UserError, match=re.escape(told)):
+        read_consortium(fed / "server")
+
+
+@pytest.mark.parametrize("method", ["openfl", "fedavg"])
+def test_test_images_do_not_decide_how_training_sees_images(method: str, tmp_path: Path) -> None:
+    fed = founded(tmp_path / "fed", small_recipe(method))
+    path = fed / "server" / "consortium.toml"
+    tables = {key: value for key, value in tomllib.loads(path.read_text()).items() if key not in ("mean", "std")}
+    path.write_text(tomli_w.dumps(tables))
+    before = server_parts(fed / "server").scenario
+    for picture in (fed / "server" / "data" / "test").rglob("*.png"):
+        Image.new("L", (8, 8), 255).save(picture)
+    after = server_parts(fed / "server").scenario
+    assert (after.views.mean, after.views.std) == (before.views.mean, before.views.std)
+    if method == "fedavg":
+        assert after.views.mean == (0.5,)
+    else:
+        assert after.server is not None
+        learnt = after.server.images[after.server.labelled].double() / 255
+        assert after.views.mean == pytest.approx([float(learnt.mean())])
+        assert after.server.views.mean == after.views.mean
+
+
+def test_folders_without_images_are_no_classes(tmp_path: Path) -> None:
+    fed = founded(tmp_path / "fed", small_recipe("openfl"))
+    before = server_parts(fed / "server").scenario.dataset.classes
+    for name in (".ipynb_checkpoints", "empty"):
+        (fed / "server" / "data" / "test" / name).mkdir()
+    (fed / "server" / "data" / "test" / ".ipynb_checkpoints" / "one.png").write_bytes(b"")
+    assert server_parts(fed / "server").scenario.dataset.classes == before
+
+
+def test_paths_with_blanks_and_addresses_of_either_kind_are_served(tmp_path: Path) -> None:
+    folder = tmp_path / "my fed"
+    for host, served in (("localhost", False), ("[2001:db8::1]", True)):
+        consortium = SimpleNamespace(port=8000, address=f"{host}:8443")
+        processes._settle(_made(folder), consortium)  # type: ignore[arg-type]
+        text = (folder / "proxy" / "nginx.conf").read_text()
+        assert f'pid "{folder}/proxy/nginx.pid";' in text
+        assert ("listen [::]:8443 ssl;" in text) is served
+        assert "listen 8443 ssl;" in text
+    with pytest.raises(UserError, match="no quotes or dollars"):
+        processes._settle(_made(tmp_path / "a$b"), consortium)  # type: ignore[arg-type]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_interrupted_is_ended_at_the_server_too(number: signal.Signals, tmp_path: Path) -> None:
+    """Flower's command only listens: the run would go on, and hold its directory."""
+    script = f"""
+import os, time
+from pathlib import Path
+from semifed import cli
+from semifed.deploy import processes
+
+class Listening:
+    def wait(self):
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(9)
+
+asked = []
+processes._binary = lambda name: name
+processes._start = lambda *_: Listening()
+processes.runs = lambda _: [dict([("run-id", n), ("status", told)]) for n, told in ((7, "running"), (6, "finished:ok"))]
+processes._attempt = lambda folder, *words: asked.append(words)
+with cli.leaving_at_once():
+    try:
+        processes.run(Path("fed"), Path({str(tmp_path)!r}), print, resume=False)
+    finally:
+        print("asked", asked)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "asked [('stop', '7', 'here')]" in told.stdout
+    assert "go on with --resume" in told.stdout
+    assert told.returncode == 130, told.stderr
+
+
+@pytest.mark.parametrize("image", ["3,x,64,64", "2,64,64", "3,64", "1,0,8"])
+def test_sizes_of_images_are_three_numbers(image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agreed = ["--recipe", "quickstart", "--clients", "a,b", "--classes", "x,y", "--image", image]
+    told = semifed(capsys, "deploy", "init", str(tmp_path / "fed"), *agreed)
+    assert told.code == 2
+    assert "is not three numbers: 1 or 3 channels, height, width" in told.err
+
+
+def test_hosts_of_any_length_and_no_other_letters(tmp_path: Path) -> None:
+    agreed = sample_agreement(small_recipe("fedavg"), f"{'a' * 60}.example:8443", 8000)
+    found(tmp_path / "fed", agreed)
+    with pytest.raises(UserError, match="not ASCII"):
+        found(tmp_path / "other", agreed._replace(address="bücher.example:8443"))
 
 
 def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:

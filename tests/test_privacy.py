@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from semifed.privacy import Privacy, clipped_change, private_mean, private_updat
 from semifed.recipe import check_recipe
 from semifed.run import execute
 from semifed.wire import Weights
-from test_flower import model_of
+from test_flower import model_of, rounds_of
 from test_golden import recipe_tables
 from toys import Quiet, equal_weights
 
@@ -114,6 +115,12 @@ def test_a_private_run_says_what_it_is_worth(mode: str, tmp_path: Path) -> None:
     told = json.loads((one / "summary.json").read_text())["privacy"]
     assert told["mode"] == mode
     assert 0 < told["epsilon"] < 100
+    visits = Counter(client for record in rounds_of(one) for client in record["clients"])
+    if told["mode"] == "central":
+        known = renyi_epsilon(told["noise"] / 2, max(visits.values()), told["delta"])
+        assert told["epsilon_known_cohorts"] == pytest.approx(known, rel=0.02)
+    else:
+        assert "epsilon_known_cohorts" not in told
     assert told["delta"] == 1e-5
     assert not equal_weights(model_of(one), model_of(two))  # seeds do not decide the noise
 

@@ -408,6 +408,27 @@ def test_no_run_is_the_users_mistake(tmp_path: Path) -> None:
         find_runs([])
 
 
+@pytest.mark.parametrize("highest", [0.0018, 0.02, 0.2])
+def test_charts_say_the_numbers_of_their_axes(highest: float) -> None:
+    """Coordinates are shortened, what is written is not: ticks of 0.0005 had become 0, 0, 0."""
+    from matplotlib.figure import Figure
+
+    from semifed.report.svg import inline_svg, page_style
+
+    with page_style():
+        figure = Figure()
+        axes = figure.subplots()
+        axes.plot([0, 1], [0, highest])
+        axes.set_title("0.12345 of all")
+        figure.canvas.draw()
+        expected = [label.get_text() for label in axes.get_yticklabels()]
+        drawn = re.findall(r"<text[^>]*>([^<]*)</text>", inline_svg(figure, "a chart"))
+    inside = [text for text, place in zip(expected, axes.get_yticks(), strict=True) if 0 <= place <= highest]
+    assert set(inside) <= {text.strip() for text in drawn}
+    assert len(set(inside)) == len(inside) > 2
+    assert "0.12345 of all" in {text.strip() for text in drawn}
+
+
 def test_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = whole_run(tmp_path / "run")
     (run / "report.html").write_text("the one before", encoding="utf-8")
@@ -418,7 +439,7 @@ def test_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full_disk)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(UserError, match=r"report.html cannot be written: No space"):
             write_report(run)
     assert (run / "report.html").read_text(encoding="utf-8") == "the one before"
     files = {path.name for path in run.iterdir()}

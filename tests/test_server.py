@@ -7,7 +7,7 @@ import torch
 from reference.batchnorm import cnn_statistics
 from semifed.assembly import build_workplace
 from semifed.data.client import Budget, batches
-from semifed.fit import Optimiser, fit
+from semifed.fit import Diverged, Optimiser, fit
 from semifed.net import Net
 from semifed.objectives import supervised
 from semifed.server import ServerSite
@@ -50,6 +50,15 @@ def test_training_is_fit_on_the_servers_stream_then_fresh_statistics(purpose: st
     raw = site.labelled.images[site.labelled.labelled].numpy().astype(np.float64)
     for name, expected in cnn_statistics(trained, (raw / 255 - 0.5) / 0.25).items():
         np.testing.assert_allclose(trained[name].numpy(), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_weights_that_are_no_numbers_are_not_handed_on() -> None:
+    """The loss is looked at before a step: what the last one did was tested as if it were a model."""
+    site = site_of(finetune=1)
+    site._batch = 12  # one step
+    site.lr = 1e38
+    with pytest.raises(Diverged, match="in the last step"):
+        site.fine_tune({name: 10 * tensor for name, tensor in small_net().state().items()}, supervised)
 
 
 def test_a_server_without_labels_hands_weights_on() -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from semifed.errors import UserError
+from semifed.errors import not_written
 
 PARTIAL = ".partial"
 
@@ -44,8 +44,3 @@ def _sync(directory: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def not_written(path: Path, error: OSError) -> UserError:
-    """A full disk or a missing permission, in words."""
-    return UserError(f"{path} cannot be written: {error.strerror or error}; what was finished before is kept")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -17,6 +18,11 @@ class ClientFailure(NamedTuple):
 
     client: int
     reason: str
+
+
+def not_written(path: Path, error: OSError) -> UserError:
+    """A full disk or a missing permission, in words."""
+    return UserError(f"{path} cannot be written: {error.strerror or error}; what was finished before is kept")
 
 
 def legible(said: object) -> str:

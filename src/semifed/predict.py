@@ -17,7 +17,7 @@ from semifed.data.client import outputs_of
 from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
 from semifed.data.views import Views
 from semifed.discovery.gallery import Gallery
-from semifed.errors import UserError
+from semifed.errors import UserError, not_written
 from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import Output, build_network
@@ -268,7 +268,10 @@ def images_of(arguments: Sequence[Path]) -> list[Path]:
 
 def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:
     """One line for each image or number, of which there is at least one."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(rows[0]._fields)
-        writer.writerows(rows)
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(rows[0]._fields)
+            writer.writerows(rows)
+    except OSError as error:
+        raise not_written(path, error) from None

@@ -306,9 +306,12 @@ class RoundLoop:
             "clients": self.recipe.scenario.clients,
             "cohort": self.recipe.cohort_size,
             "rounds": self.recipe.rounds,
+            "visits": max(visits.values(), default=0),
         }
-        epsilon = spent(self._privacy, **size, visits=max(visits.values(), default=0))
-        return {"privacy": {**self._privacy._asdict(), "epsilon": epsilon}}
+        told = {"epsilon": spent(self._privacy, **size)}
+        if self._central:  # whoever reads the recipe's seed knows the cohorts, and nothing is gained from sampling
+            told["epsilon_known_cohorts"] = spent(self._privacy._replace(mode="local"), **size)
+        return {"privacy": {**self._privacy._asdict(), **told}}
 
     def _threshold(self, weights: Weights) -> Threshold:
         self.site.round, self.site.lr, self.site.notes = 0, self._server_lr, {}  # as before the first round

@@ -20,8 +20,8 @@ from safetensors.torch import save
 import semifed
 from semifed.checkpoint import Checkpoint
 from semifed.complaint import shown
-from semifed.durable import PARTIAL, not_written, write_atomically
-from semifed.errors import UserError
+from semifed.durable import PARTIAL, write_atomically
+from semifed.errors import UserError, not_written
 from semifed.recipe import Recipe, with_later_keys
 from semifed.wire import Weights
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from semifed.aggregate import moving_average
 from semifed.data.client import Batch, Budget, ClientData, batches, steps_per_epoch
-from semifed.fit import Loss, Optimiser, fit
+from semifed.fit import Diverged, Loss, Optimiser, fit
 from semifed.models.network import Output
 from semifed.net import Net
 from semifed.rng import torch_stream
-from semifed.wire import Weights
+from semifed.wire import Weights, all_finite
 
 
 class ServerSite:
@@ -113,4 +113,7 @@ class ServerSite:
 
         fitted = fit(self.net, steps(), loss, self._optimiser._replace(lr=self.lr))
         self.note(server_loss=fitted.terms)
-        return self.recalibrated(self.net.state())
+        trained = self.net.state()
+        if not all_finite(trained.values()):  # the loss was looked at before the last step, not after it
+            raise Diverged("weights became infinite or no numbers in the last step")
+        return self.recalibrated(trained)

@@ -105,7 +105,7 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     for name, array in arrays.items():
         if array.is_complex():
             return f"'{name.removeprefix('weights/')}' holds complex numbers"
-    if not _sum_is_finite(arrays.values()):
+    if not all_finite(arrays.values()):
         for name, array in arrays.items():
             if not bool(torch.isfinite(array).all()):
                 return f"'{name.removeprefix('weights/')}' holds NaN or infinity"
@@ -122,8 +122,8 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     return None
 
 
-def _sum_is_finite(arrays: Iterable[Tensor]) -> bool:
-    """Never true where a number is none, and one look at everything instead of one at each array."""
+def all_finite(arrays: Iterable[Tensor]) -> bool:
+    """Whether no number is infinite or none: never true where one is, and one look instead of one at each array."""
     parts = [array.flatten() for array in arrays]
     return not parts or math.isfinite(float(torch.cat(parts).sum()))
 

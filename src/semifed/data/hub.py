@@ -92,7 +92,8 @@ def _loaded(wanted: HubName, text: str) -> Mapping[str, Any]:
             loaded: Mapping[str, Any] = datasets.load_from_disk(wanted.name)
         else:
             loaded = datasets.load_dataset(wanted.name, wanted.config)
-    except (OSError, ValueError, RuntimeError) as error:  # no such set, no such config, no network, damaged files
+    # No such set, no such config, no network, damaged files.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{text}: could not be loaded: {first_line}") from None
     return loaded
@@ -111,7 +112,9 @@ def _opened(part: Any, column: str) -> Iterator[Image.Image]:
     """The images with their size and mode, their pixels not yet read."""
     import datasets
 
-    for stored in part.cast_column(column, datasets.Image(decode=False))[column]:
+    for number, stored in enumerate(part.cast_column(column, datasets.Image(decode=False))[column]):
+        if stored is None:
+            raise UserError(f"column {column}: image {number} is missing")
         with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as picture:
             yield picture
 

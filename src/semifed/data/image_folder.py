@@ -27,6 +27,8 @@ def read_image_folder(folder: Path) -> Arrays:
     if not (folder / "test").is_dir():
         raise UserError(f"{folder}: expected the folder 'test' beside '{training}'")
     parts = _subfolders(folder / "clients") if training == "clients" else [folder / "train"]
+    if not parts:
+        raise UserError(f"{folder / 'clients'}: expected a folder for each client, found none")
     *train, test = _read_classes([*parts, folder / "test"])
     classes = test[2]
     owner = np.repeat(np.arange(len(train)), [len(y) for _, y, _ in train]) if training == "clients" else None

@@ -17,6 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from semifed.errors import UserError
 
 YEARS = 5
+LONGEST_NAME = 64  # letters of a common name
 
 
 class Authority(NamedTuple):
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
 def new_authority(name: str) -> Authority:
     """An authority of one's own."""
     key = ec.generate_private_key(ec.SECP384R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:LONGEST_NAME])])
     builder = _builder(subject, subject, key).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
@@ -59,7 +60,7 @@ def server_certificate(authority: Authority, hosts: Iterable[str]) -> Pair:
     """A key and the certificate that lets the server be known by these names and addresses, as PEM."""
     key = ec.generate_private_key(ec.SECP384R1())
     names = list(dict.fromkeys(hosts))
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:LONGEST_NAME])])
     issuer = authority.certificate.subject
     builder = (
         _builder(subject, issuer, key)

@@ -49,9 +49,9 @@ def init(
                 "--clients, --classes and --image tell what the parties agreed on; --sample needs none of them"
             )
         members = [name.strip() for name in clients.split(",")]
-        sides = [int(side) for side in image.split(",") if side.strip().isdigit()]
-        if len(sides) != 3:
-            raise UserError(f"--image: '{image}' is not three numbers: channels, height, width")
+        sides = [int(side) if side.strip().isdecimal() else 0 for side in image.split(",")]
+        if len(sides) != 3 or min(sides) < 1 or sides[0] not in (1, 3):
+            raise UserError(f"--image: '{image}' is not three numbers: 1 or 3 channels, height, width")
         given += [f"scenario.clients={len(members)}", "evaluate.unseen=[]"]
         if loaded.clients_per_round is not None and loaded.clients_per_round > len(members):
             given.append(f"clients_per_round={len(members)}")

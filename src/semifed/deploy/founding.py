@@ -17,7 +17,7 @@ from torch import Tensor
 from semifed.assembly import prepare_run
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.deploy.certificates import client_key, new_authority, private_pem, server_certificate
-from semifed.deploy.consortium import CLIENT, CONSORTIUM, PLAIN_NAME, RECIPE
+from semifed.deploy.consortium import CLIENT, CONSORTIUM, PLAIN_NAME, RECIPE, refuse_odd_names
 from semifed.errors import UserError
 from semifed.methods import finds_groups
 from semifed.recipe import Recipe, check_recipe
@@ -49,6 +49,7 @@ def found(directory: Path, agreement: Agreement) -> None:
     for name in agreement.members:
         if re.fullmatch(PLAIN_NAME, name) is None:
             raise UserError(f"clients: '{name}' cannot name a folder; use letters, digits, dots, dashes")
+    refuse_odd_names(agreement.classes)
     server, authority = (directory / "server").absolute(), new_authority(f"semifed {host}")
     certificate = server_certificate(authority, [host, "localhost", "127.0.0.1"])
     ca = authority.certificate.public_bytes(serialization.Encoding.PEM)
@@ -173,6 +174,8 @@ def _host(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"address: '{address}' is not of the form host:port")
+    if not host.isascii():
+        raise UserError(f"address: '{host}' is not ASCII; certificates name such hosts by their xn-- form")
     return host.strip("[]")
 
 

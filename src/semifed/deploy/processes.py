@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from semifed.deploy.consortium import CLIENT, Consortium, read_client, read_consortium
 from semifed.deploy.founding import filled
+from semifed.durable import write_atomically
 from semifed.errors import UserError
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
@@ -44,7 +45,7 @@ def serve(folder: Path, say: Say, *, proxy: bool) -> int:
         *("--ssl-keyfile", str(tls / "server.key"), "--enable-supernode-auth"),
         *("--disable-runtime-dependency-installation", "--database", str(home / "state.db")),
     ]
-    with ExitStack() as ending:
+    with _interruptible(), ExitStack() as ending:
         superlink = _start(link, {"FLWR_HOME": str(home)}, say, ending)
         _wait_for(port, superlink)
         for member in consortium.clients:
@@ -69,7 +70,7 @@ def join(folder: Path, say: Say) -> int:
         *("--host", "127.0.0.1", "--port", str(free_port())),
         *("--node-config", f'partition-id={client.number} folder="{folder.absolute()}"'),
     ]
-    with ExitStack() as ending:
+    with _interruptible(), ExitStack() as ending:
         home = (folder / "flower").absolute()
         home.mkdir(exist_ok=True)
         return _until_one_ends([_start(node, {"FLWR_HOME": str(home)}, say, ending)], say)
@@ -88,7 +89,7 @@ def run(folder: Path, out: Path, say: Say, *, resume: bool) -> bool:
         "--stream",
     ]
     before = (out / "summary.json").stat().st_mtime if (out / "summary.json").exists() else 0.0
-    with ExitStack() as ending:
+    with _interruptible(), ExitStack() as ending:
         process = _start(command, {"FLWR_HOME": str((folder / "flower").absolute())}, say, ending)
         try:
             process.wait()
@@ -97,7 +98,8 @@ def run(folder: Path, out: Path, say: Say, *, resume: bool) -> bool:
                 if not str(one["status"]).startswith("finished"):
                     say(f"ending run {one['run-id']}")
                     _attempt(folder, "stop", str(one["run-id"]), "here")
-            raise
+            say(f"stopped; finished rounds are kept: go on with --resume --out {out}")
+            raise SystemExit(130) from None
     return (out / "summary.json").exists() and (out / "summary.json").stat().st_mtime > before
 
 
@@ -143,7 +145,7 @@ def _register(folder: Path, name: str, key: str, say: Say) -> None:
     told = outcome.stdout + outcome.stderr
     found = re.search(r'"node-id": "?(\d+)', told)
     if found is not None:
-        (folder / "flower" / NAMES).write_text(json.dumps({**_names(folder), found[1]: name}))
+        write_atomically(folder / "flower" / NAMES, json.dumps({**_names(folder), found[1]: name}))
         say(f"registered {name}")
     elif "already" not in told:
         raise UserError(f"client {name} could not be registered: {told.strip()[-300:]}")
@@ -170,7 +172,10 @@ def _listed(folder: Path, *command: str) -> dict[str, Any]:
 def _attempt(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     home = {"FLWR_HOME": str((folder / "flower").absolute())}
     command = [_binary("flwr"), *arguments]
-    return subprocess.run(command, env=_environment(home), capture_output=True, text=True, timeout=START_SECONDS)
+    try:
+        return subprocess.run(command, env=_environment(home), capture_output=True, text=True, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"Flower does not answer within {START_SECONDS:g} s: flwr {arguments[0]}") from None
 
 
 def _binary(name: str) -> str:
@@ -211,11 +216,22 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait()
 
 
-def _until_one_ends(started: Sequence["subprocess.Popen[bytes]"], say: Say) -> int:
-    def stop(*_: object) -> None:
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what was started before they end us, who would else leave at once."""
+
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _until_one_ends(started: Sequence["subprocess.Popen[bytes]"], say: Say) -> int:
     try:
         while all(process.poll() is None for process in started):
             time.sleep(0.5)
@@ -249,7 +265,10 @@ def _listening(port: int) -> bool:
 
 def _settle(folder: Path, consortium: Consortium) -> None:
     """Write what names this folder, wherever it was copied to: the address for Flower's commands, the proxy's file."""
-    facts = {"folder": folder.absolute(), "port": consortium.port, "listen": consortium.address.rpartition(":")[2]}
+    if set(str(folder.absolute())) & set('"$'):
+        raise UserError(f"{folder}: nginx takes no quotes or dollars in paths; choose another place")
+    host, _, listen = consortium.address.rpartition(":")
+    facts = {"folder": folder.absolute(), "port": consortium.port, "listen": listen, "sixth": ":" in host}
     for path, template in (("flower/config.toml", "flower_config.toml"), ("proxy/nginx.conf", "nginx.conf")):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(filled(template, **facts))

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semifed.errors import not_written
 from semifed.report.svg import PALETTE
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def write_page(path: Path, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
+    except OSError as error:
+        raise not_written(path, error) from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -41,6 +41,7 @@ PALETTE: Final = {
 }
 SERIES_COUNT: Final = 8
 
+_NUMBER = re.compile(r"(?<![#\w-])-?\d+\.\d{2,}")  # coordinates: a hundredth of a point is enough
 _VARIABLE: Final = {shade.light: f"var(--{name}, {shade.light})" for name, shade in PALETTE.items()}
 _STYLE: Final[dict[Any, object]] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, in the page's font
@@ -111,9 +112,7 @@ def _inlined(document: str, description: str) -> str:
     content = re.sub(r"\b(fill|stroke): (#[0-9a-f]{6})", _with_variable, content)
     content = content.replace("xlink:href", "href")
     content = _with_unique_ids(content, prefix=f"f{zlib.crc32(document.encode()):x}")
-    content = re.sub(
-        r"(?<![#\w-])-?\d+\.\d{2,}", lambda match: f"{float(match.group()):.2f}".rstrip("0").rstrip("."), content
-    )
+    content = re.sub(r"<[^>]*>", lambda tag: _NUMBER.sub(_shortened, tag[0]), content)  # never what is written
     content = re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", content)).strip()
     content = _with_shared_marker_styles(content)
     for _ in range(3):
@@ -123,6 +122,10 @@ def _inlined(document: str, description: str) -> str:
         f'<svg role="img" aria-label="{escape(description)}" viewBox="0 0 {width} {height}" '
         f'style="--natural-width: {width}" stroke-linejoin="round" stroke-linecap="butt">{content}</svg>'
     )
+
+
+def _shortened(match: "re.Match[str]") -> str:
+    return f"{float(match.group()):.2f}".rstrip("0").rstrip(".")
 
 
 def _with_variable(match: "re.Match[str]") -> str:
