@@ -355,6 +355,11 @@ def _answered(letter: Letter, folder: Path) -> Letter:
     return answer(letter, data, HeldStore(state / "kept" / run), share=client.share)
 
 
+def _place_of(out: Path) -> str:
+    """What clients know runs by that were begun before these had names."""
+    return hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+
+
 def deployed_server() -> ServerApp:
     """The app of the server: its recipe, its images, our round loop over the nodes that are there."""
     app = ServerApp()
@@ -372,9 +377,7 @@ def deployed_server() -> ServerApp:
                 grid,
                 setting_of(parts),
                 parts.method,
-                run=hashlib.sha256(str(out.absolute()).encode()).hexdigest()[
-                    :16
-                ],  # of runs begun before they had names
+                run=_place_of(out),
                 timeout=parts.recipe.engine.timeout,
                 keys={number: public_pem(member.key) for number, member in enumerate(consortium.clients)},
                 least=parts.recipe.min_clients,
