@@ -140,14 +140,11 @@ class RoundLoop:
             self.engine.resume(last.left, last.held)
         if name := (self.rundir.read_json(IMAGES) or {}).get("run"):  # runs of before have none
             self.engine.begin(name)
+        self._sizes = sizes_of(self.evaluator.said_of_one(self.site.net), self.method)
         self.reporter.started(first - 1, self.recipe.rounds)
         for round_ in range(first, self.recipe.rounds + 1):
             server, evaluation = self._round(round_, server)
         return self._finish(server, evaluation)
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return sizes_of(self.evaluator.said_of_one(self.site.net), self.method)
 
     @cached_property
     def _data_hash(self) -> str:
