@@ -1,7 +1,6 @@
 """Runs that a command carries out: one, or many of which finished ones are kept and interrupted ones resumed."""
 
 import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from semifed.errors import UserError
+from semifed.signals import when_told_to_end
 from semifed.terminal import say, terminal
 
 if TYPE_CHECKING:  # nothing that loads PyTorch: the command line is parsed before
@@ -34,12 +34,8 @@ def leaving_at_once(run: Path | None = None, *, go_on: str = "") -> Iterator[Non
         os.write(2, f"{text}\n".encode())
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with when_told_to_end(leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def carry_out(

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from semifed.deploy.consortium import CLIENT, Consortium, read_client, read_cons
 from semifed.deploy.founding import filled
 from semifed.durable import write_atomically
 from semifed.errors import UserError
+from semifed.signals import when_told_to_end
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
 NAMES = "names.json"
@@ -45,7 +46,7 @@ def serve(folder: Path, say: Say, *, proxy: bool) -> int:
         *("--ssl-keyfile", str(tls / "server.key"), "--enable-supernode-auth"),
         *("--disable-runtime-dependency-installation", "--database", str(home / "state.db")),
     ]
-    with _interruptible(), ExitStack() as ending:
+    with when_told_to_end(_interrupt), ExitStack() as ending:
         superlink = _start(link, {"FLWR_HOME": str(home)}, say, ending)
         _wait_for(port, superlink)
         for member in consortium.clients:
@@ -70,7 +71,7 @@ def join(folder: Path, say: Say) -> int:
         *("--host", "127.0.0.1", "--port", str(free_port())),
         *("--node-config", f'partition-id={client.number} folder="{folder.absolute()}"'),
     ]
-    with _interruptible(), ExitStack() as ending:
+    with when_told_to_end(_interrupt), ExitStack() as ending:
         home = (folder / "flower").absolute()
         home.mkdir(exist_ok=True)
         return _until_one_ends([_start(node, {"FLWR_HOME": str(home)}, say, ending)], say)
@@ -89,7 +90,7 @@ def run(folder: Path, out: Path, say: Say, *, resume: bool) -> bool:
         "--stream",
     ]
     before = (out / "summary.json").stat().st_mtime if (out / "summary.json").exists() else 0.0
-    with _interruptible(), ExitStack() as ending:
+    with when_told_to_end(_interrupt), ExitStack() as ending:
         process = _start(command, {"FLWR_HOME": str((folder / "flower").absolute())}, say, ending)
         try:
             process.wait()
@@ -216,19 +217,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait()
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what was started before they end us, who would else leave at once."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(*_: object) -> None:
+    """What was started is ended before we are, who would else leave at once."""
+    raise KeyboardInterrupt
 
 
 def _until_one_ends(started: Sequence["subprocess.Popen[bytes]"], say: Say) -> int:
