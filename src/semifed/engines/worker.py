@@ -119,6 +119,7 @@ class _Actor:
 def serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> None:
     """A worker's life: answer orders until the pipe closes or the parent dies, even amid a client."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where the fork server was there before us
+    sys.excepthook = _unless_orphaned
     Thread(target=_end_with_parent, daemon=True).start()
     settle()
     try:
@@ -147,6 +148,13 @@ def _end_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
+
+
+def _unless_orphaned(*error: Any) -> None:
+    """A parent that leaves while it fetches shared memory is no fault of ours to tell of."""
+    parent = mp.parent_process()
+    if parent is None or not wait([parent.sentinel], 0.5):
+        sys.__excepthook__(*error)
 
 
 def _traceback() -> str:
