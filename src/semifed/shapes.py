@@ -5,23 +5,17 @@ for each class as long as that head's output. Axes are sizes of the network, or 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Shaped:
     """The shape of an array; a party that has nothing to tell may send an empty list if it is `optional`."""
 
-    axes: tuple[str | int, ...]
-    optional: bool = False
-
     def __init__(self, *axes: str | int, optional: bool = False) -> None:
-        object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "optional", optional)
+        self.axes, self.optional = axes, optional
 
 
 class Sender:
