@@ -127,7 +127,7 @@ def test_all_of_the_workers_time_is_accounted_for() -> None:
     shares = {"steps": 0.7, "views": 0.2, "gates": 0.0, "rest": 0.1}
     steady = RoundTime(whole=2.0, exchange=1.5, clients=2.4, steps=1, images=1)
     work = Work(1, 1, 1, 1, 1.0)
-    where = Measured(Watched((), (), 1, shares), work, [1.0], [[steady, steady]], [0.1]).where(workers=2)
+    where = Measured(Watched((), (), 1, shares), work, [1.0], [[steady, steady]], [0.1], [0.01]).where(workers=2)
     assert sum(where.values()) == pytest.approx(1)
     assert where["server"] == pytest.approx(0.5 / 2.0)
     assert where["idle"] == pytest.approx((2 * 1.5 - 2.4) / 4.0)
@@ -143,6 +143,9 @@ def test_the_tables_of_the_floor(tmp_path: Path) -> None:
     facts = reached.facts[FIXMATCH_CNN.name]
     middle = median(one["whole"] for one in facts["rounds"][0])
     assert facts["share"]["median"] == pytest.approx(facts["floor"][0] / middle)
+    speed = facts["work"]["gflop"] / middle  # GFLOP a second
+    assert facts["of_processor"]["median"] == pytest.approx(speed * facts["products"][0])
+    assert 0 < facts["of_processor"]["median"] < 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Against the floor: one-thread processes that do the same optimiser steps on ready-made batches, and nothing else.
 
 The passes are not written down by hand: a real round of the kind that is measured is watched, and what it passed
-through its networks within optimiser steps is done again on batches that already lie there.
+through its networks within optimiser steps is done again on batches that already lie there. How near all of that is to
+what the processor can do at all is told by large matrix products, which the same processes do in the same turn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 import torch.multiprocessing as mp
 
 from semifed.assembly import Parts, assemble, workplace_of
@@ -26,6 +28,8 @@ from semifed.engines.local import LocalEngine
 
 STEADY_ROUNDS = 2  # of a turn: the first one warms the processes up, the last one is tested
 ROUNDS = STEADY_ROUNDS + 2
+SIDE = 1024  # of the square matrices whose product shows what the processor can do
+PRODUCTS = 24  # of them, half a second or so
 GOALS = {"FixMatch": 0.90, "OpenFL": 0.85, "SAGE": 0.85}
 WHERE = {
     "steps": "optimiser steps",
@@ -45,6 +49,7 @@ class Measured(NamedTuple):
     floor: list[float]  # seconds of a round, by turn
     rounds: list[list[RoundTime]]  # the steady ones of each turn
     test: list[float]  # seconds of a test
+    products: list[float]  # seconds that all processes take for a GFLOP of matrix products, by turn
 
     def whole(self) -> list[float]:
         """Seconds of a steady round, by turn."""
@@ -71,6 +76,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
         found = measure(load, folder, turns, workers)
         work, whole, where = found.work, found.whole(), found.where(workers)
         share = ratio(found.floor, whole)
+        of_processor = ratio([one * work.gflop for one in found.products], whole)
         reached.append(
             (
                 load.name,
@@ -83,6 +89,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
                 share.shown(),
                 GOALS[load.name.partition(",")[0]],
                 f"{work.images / spread(whole).median:,.0f}",
+                of_processor.shown(),
             )
         )
         parts.append((load.name, *(f"{100 * where[kind]:.1f}" for kind in WHERE), spread(found.test).shown()))
@@ -90,6 +97,8 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "floor": found.floor,
             "rounds": [[one._asdict() for one in rounds] for rounds in found.rounds],
             "share": share._asdict(),
+            "products": found.products,
+            "of_processor": of_processor._asdict(),
             "where": where,
             "test": found.test,
             "work": work._asdict(),
@@ -101,10 +110,15 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "one round; the floor does its steps on ready batches: the clients' evenly spread, then the server's",
             (
                 *("workload", "images", "steps", "passes", "GFLOP"),
-                *("floor, s", "semifed, s", "of its speed", "goal", "images/s"),
+                *("floor, s", "semifed, s", "of its speed", "goal", "images/s", "of matrix products' speed"),
             ),
             reached,
             facts,
+            (
+                f"The last column: floating-point operations a second of the whole round beside those of {SIDE} × "
+                f"{SIDE} matrix products in as many processes, turn by turn. Batch norm, pools, views and waiting have "
+                "no such operations, so a round cannot reach 1.",
+            ),
         ),
         Table(
             "where",
@@ -134,13 +148,13 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
 
     # The server's steps wait for the clients' and cannot be shared out, so they are one process's in the floor too.
     phases = [[watched.clients[one::workers], watched.server if one == 0 else ()] for one in range(workers)]
-    with _replaying(workplace, load.shape, phases) as replay:
+    with _replaying(workplace, load.shape, phases) as crew:
 
         def floor() -> float:
-            return spread([replay() for _ in range(STEADY_ROUNDS + 1)][1:]).median
+            return spread([crew.steps() for _ in range(STEADY_ROUNDS + 1)][1:]).median
 
-        seconds = take_turns({"floor": floor, "semifed": ours}, turns)
-    return Measured(watched, work_in(watched, load, folder), seconds["floor"], rounds, test)
+        seconds = take_turns({"floor": floor, "semifed": ours, "products": crew.products}, turns)
+    return Measured(watched, work_in(watched, load, folder), seconds["floor"], rounds, test, seconds["products"])
 
 
 def seconds_of_a_test(parts: Parts, engine: Engine) -> float:
@@ -153,11 +167,34 @@ def seconds_of_a_test(parts: Parts, engine: Engine) -> float:
     return took
 
 
+class _Crew(NamedTuple):
+    """Processes that do what they are told, all at once."""
+
+    pipes: Sequence[Connection]
+    phases: int
+
+    def steps(self) -> float:
+        """Phase after phase; how long it took."""
+        return sum(self._all(phase) for phase in range(self.phases))
+
+    def products(self) -> float:
+        """Matrix products; how long a GFLOP of them took."""
+        return self._all(None) / (len(self.pipes) * PRODUCTS * 2 * SIDE**3 / 1e9)
+
+    def _all(self, order: int | None) -> float:
+        started = perf_counter()
+        for pipe in self.pipes:
+            pipe.send(order)
+        for pipe in self.pipes:
+            pipe.recv()
+        return perf_counter() - started
+
+
 @contextmanager
 def _replaying(
     build: Callable[[], Workplace], shape: Sequence[int], phases: Sequence[Sequence[Trace]]
-) -> Iterator[Callable[[], float]]:
-    """A process for each list of phases; the call has all of them do phase after phase, and says how long it took."""
+) -> Iterator[_Crew]:
+    """A process for each list of phases."""
     context = mp.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -169,17 +206,7 @@ def _replaying(
             processes.append(process)
         for pipe in pipes:
             pipe.recv()  # it is ready
-
-        def replay() -> float:
-            started = perf_counter()
-            for phase in range(len(phases[0])):
-                for pipe in pipes:
-                    pipe.send(phase)
-                for pipe in pipes:
-                    pipe.recv()
-            return perf_counter() - started
-
-        yield replay
+        yield _Crew(pipes, len(phases[0]))
     finally:
         for process in processes:
             process.kill()
@@ -188,7 +215,14 @@ def _replaying(
 
 def _serve(pipe: Connection, build: Callable[[], Workplace], shape: Sequence[int], phases: Sequence[Trace]) -> None:
     replayer = Replayer(build(), shape, phases)
+    left, right = torch.randn(2, SIDE, SIDE).unbind()
+    product = left @ right
     pipe.send("ready")
     while True:
-        replayer.replay(pipe.recv())
+        phase: int | None = pipe.recv()
+        if phase is None:
+            for _ in range(PRODUCTS):
+                torch.mm(left, right, out=product)
+        else:
+            replayer.replay(phase)
         pipe.send("done")
