@@ -155,6 +155,30 @@ def test_sizes_beyond_belief_are_refused() -> None:
     assert absurd(updates[-2:], RECEIVED) == [None, None]  # of two nobody can tell
 
 
+@given(
+    exponents=st.lists(st.integers(-30, 30), min_size=3, max_size=6),
+    idle=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_a_rough_look_refuses_whom_exact_norms_refuse(exponents: list[int], idle: int, seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    received = {"w": torch.zeros(50), "v": torch.zeros(2, 3)}
+    changes = [drawn.normal(size=56) * 10.0**exponent for exponent in exponents]
+    updates = [
+        Up(
+            {"w": torch.tensor(change[:50], dtype=torch.float32), "v": torch.tensor(change[50:]).float().view(2, 3)},
+            torch.tensor(float(place >= idle)),
+        )
+        for place, change in enumerate(changes)
+    ]
+    norms = [np.sqrt(sum(float(x) ** 2 for part in one.weights.values() for x in part.flatten())) for one in updates]
+    learnt = sorted(norms[idle:])
+    usual = learnt[(len(learnt) - 1) // 2]
+    expected = [len(learnt) >= 3 and norm > 100 * usual > 0 for norm in norms]
+    near = any(abs(norm / (100 * usual) - 1) < 1e-4 for norm in norms if usual > 0)
+    assert near or [fault is not None for fault in absurd(updates, received)] == expected
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [("medain", "did you mean 'median'"), ("trimmed(0.7)", "out of range"), ("clip(", "there is no 'clip('")],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semifed.payloads import Up
-from semifed.wire import fault_of, from_arrays, odd_ones_out, size_in_bytes, to_arrays
+from semifed.wire import SMALL, all_finite, fault_of, from_arrays, odd_ones_out, size_in_bytes, to_arrays
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -245,3 +245,14 @@ def test_a_negative_variance_is_refused() -> None:
         "'norm.running_var' is a variance and holds negative numbers"
     )
     assert fault_of(Up({**broken, "norm.running_var": torch.zeros(3)}, torch.ones(())), sent, list(sent)) is None
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_no_number_that_is_none_hides_among_small_and_large_arrays(place: int, value: float) -> None:
+    arrays = [torch.ones(3, 2), torch.ones(2, SMALL), torch.arange(4)]
+    assert all_finite(arrays)
+    arrays[place] = arrays[place].float()
+    arrays[place][-1] = value
+    assert not all_finite(arrays)
+    assert all_finite([])

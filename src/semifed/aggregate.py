@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from semifed.wire import Weights
+from semifed.wire import SMALL, Weights
 
-SMALL = 2**15  # numbers of a tensor that is averaged together with others
 FEWEST_GATED = 5  # a mean over fewer samples says nothing of a client
 MOST_IMAGES = 1e9  # no client holds more, whatever it claims
 HOPELESS = 1e-12  # clients this much less trusted than the best are alike: no claim may stretch the scale further
