@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -773,4 +774,12 @@ def test_a_folder_of_no_clients_is_told(tmp_path: Path) -> None:
     (tmp_path / "test" / "cat").mkdir(parents=True)
     Image.new("L", (8, 8)).save(tmp_path / "test" / "cat" / "one.png")
     with pytest.raises(UserError, match="clients: expected a folder for each client, found none"):
+        read_image_folder(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_class_whose_name_is_no_text_is_told_before_the_training(tmp_path: Path) -> None:
+    for name in ("cat", os.fsdecode(b"caf\xe9")):
+        write_png(tmp_path / name / "0.png", images(4, 4))
+    with pytest.raises(UserError, match=r"the class folder 'caf\\udce9' has a name that is not UTF-8; rename it"):
         read_image_folder(tmp_path)

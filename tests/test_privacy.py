@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from semifed.assembly import prepare_run
-from semifed.errors import UserError
+from semifed.client_round import Reply
+from semifed.errors import ClientFailure, UserError
 from semifed.payloads import Up
 from semifed.privacy import Privacy, clipped_change, private_mean, private_update, spent, system_noise
 from semifed.recipe import check_recipe
@@ -123,6 +125,20 @@ def test_a_private_run_says_what_it_is_worth(mode: str, tmp_path: Path) -> None:
         assert "epsilon_known_cohorts" not in told
     assert told["delta"] == 1e-5
     assert not equal_weights(model_of(one), model_of(two))  # seeds do not decide the noise
+
+
+def test_what_a_refused_update_told_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every client is asked twice and refused once: its second update left it all the same."""
+    half = cycle([(0, 1), (2, 3)])
+
+    def refuse(answers: list[Reply], down: Any) -> list[Reply | ClientFailure]:
+        refused = next(half)
+        return [ClientFailure(one.record.client, "refused") if one.record.client in refused else one for one in answers]
+
+    monkeypatch.setattr("semifed.run.believable", refuse)
+    recipe = {**recipe_tables("fedavg"), "rounds": 2, "clients_per_round": 4, "privacy": {"mode": "local", "noise": 2}}
+    told = execute(prepare_run(check_recipe(recipe)), tmp_path / "out", Quiet())["privacy"]
+    assert told["epsilon"] == pytest.approx(renyi_epsilon(2 / 2, 2, told["delta"]), rel=0.02)
 
 
 def test_a_defence_before_the_noise_is_refused(tmp_path: Path) -> None:

@@ -219,6 +219,17 @@ def test_a_share_of_clients_is_not_one_less_for_rounding(share: str, count: int,
     assert len(after(f"multi-krum({share})", random_updates(count))) == count - left
 
 
+@pytest.mark.parametrize("steps", ["trimmed(0.2)", "multi-krum(0.2)"])
+def test_a_round_that_clients_are_missing_from_is_still_defended(steps: str) -> None:
+    """A fifth of five clients is one; of the three that answered it would be none."""
+    refuse_idle(defence(steps), 5)
+    updates = [update([0.1, 0.0, 0.0, 0.0]), update([0.2, 0.0, 0.0, 0.0]), update([9.0, 9.0, 9.0, 9.0])]
+    expected = np.array([[1.2, -2.0, 0.5, 0.0]]) if steps.startswith("trimmed") else rows(updates[:2])
+    np.testing.assert_allclose(np.unique(rows(after(steps, updates)), axis=0), np.unique(expected, axis=0), rtol=1e-6)
+    two = rows(after("trimmed(0.2)", updates[:2]))  # of two nobody can tell who is wrong
+    np.testing.assert_allclose(two[0], rows(updates[:2]).mean(axis=0), rtol=1e-6)
+
+
 # Attackers
 
 

@@ -126,7 +126,7 @@ def trimmed_mean(updates: list[Any], received: Weights, share: float | None) -> 
     """Each weight is the mean over clients without the given share of the largest and of the smallest values."""
 
     def trimmed(stack: Tensor) -> Tensor:
-        drop = _left_out("trimmed", share, len(stack))
+        drop = min(_least_one("trimmed", share, len(stack)), (len(stack) - 1) // 2)
         return stack.sort(dim=0).values[drop : len(stack) - drop].mean(dim=0)
 
     return _unanimous(updates, trimmed)
@@ -177,13 +177,18 @@ def _left_out(step: str, share: float | None, clients: int) -> int:
     return int((USUAL_SHARE[step] if share is None else share) * clients + 1e-9)
 
 
+def _least_one(step: str, share: float | None, clients: int) -> int:
+    """The same where it may not be nobody: clients that a round is missing must not end a defence."""
+    return max(1, _left_out(step, share, clients))
+
+
 def _nearest(
     step: str, updates: list[Any], received: Weights, share: float | None, kept: Callable[[int, int], int]
 ) -> list[Any]:
     learnt = [index for index, one in enumerate(updates) if float(one.samples) > 0]
     if len(learnt) < FEWEST:
         return updates
-    hostile = _left_out(step, share, len(learnt))
+    hostile = (_left_out if step == "krum" else _least_one)(step, share, len(learnt))
     changes = torch.stack([_change(updates[index].weights, received) for index in learnt])
     order = krum_scores(changes, hostile).argsort(stable=True)[: kept(len(learnt), hostile)]
     return [updates[learnt[place]] for place in sorted(order.tolist())]

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -298,7 +298,7 @@ class RoundLoop:
         """What the run's protection is worth."""
         if self._privacy is None:
             return {}
-        visits = Counter(client for record in self.rundir.rounds() for client in record["clients"])
+        visits = _visits(self.rundir.rounds())
         size = {
             "clients": self.recipe.scenario.clients,
             "cohort": self.recipe.cohort_size,
@@ -334,6 +334,15 @@ class RoundLoop:
             self.reporter.warn(
                 f"{len(small)} clients hold fewer than {FEWEST_IMAGES} images and will be left out: {shown}"
             )
+
+
+def _visits(rounds: Iterable[Mapping[str, Any]]) -> Counter[int]:
+    """How often each client was asked: an update that was refused has left its client all the same."""
+    return Counter(
+        client
+        for record in rounds
+        for client in (*record["clients"], *(failure["client"] for failure in record["failures"]))
+    )
 
 
 def _mean_terms(records: Sequence[ClientRecord]) -> dict[str, float]:

@@ -154,6 +154,9 @@ def _class_folders(folder: Path) -> dict[str, list[Path]]:
     children = _subfolders(folder)
     if not children:
         raise UserError(f"{folder}: expected one folder of images a class, found none")
+    for child in children:
+        if child.name != child.name.encode(errors="replace").decode():  # it would end the report, after the training
+            raise UserError(f"{folder}: the class folder {child.name!r} has a name that is not UTF-8; rename it")
     by_class = {child.name: image_files(child) for child in children}
     for child in children:
         if not by_class[child.name]:
