@@ -22,6 +22,7 @@ from semifed.models.batchnorm import BatchNorm, frozen_names, recalibrate, set_b
 from semifed.models.heads import Cosine
 from semifed.models.network import Network, Output
 from semifed.models.stem_cache import StemCache
+from semifed.shared_passes import Helpers, shared_features
 from semifed.wire import Weights
 
 HOME = torch.device("cpu")  # where methods compute
@@ -31,6 +32,8 @@ STEM_BYTES = 2**29  # of frozen maps that a process keeps; images beyond are com
 
 class Net:
     """One network with its weights; in evaluation mode everywhere but inside the training loop."""
+
+    helpers: Helpers | None = None  # idle processes that may take over some passes of a training step
 
     def __init__(
         self,
@@ -57,6 +60,8 @@ class Net:
         self._learners = {name: one for name, one in network.named_parameters() if name not in self._frozen}
         self.stems = StemCache(self.stem, STEM_BYTES) if self._frozen else None
         self._graphs = Graphs(self.network.backbone) if graphs else None
+        single = precision == torch.float32 and device == HOME
+        self._shareable = single and batchnorm == "static" and not self._frozen  # views know nothing of each other
 
     def __call__(self, images: Tensor) -> Output:
         """Logits, features and further heads of a batch of normalised images."""
@@ -90,6 +95,19 @@ class Net:
         return [
             Output(logits[i], features[i], {name: parts[i] for name, parts in heads.items()}) for i in range(len(sizes))
         ]
+
+    def each(self, *views: Tensor) -> list[Output]:
+        """One forward pass for each view, normalised by its own statistics; by helpers where there are any."""
+        learning = self.network.training and torch.is_grad_enabled()
+        if self.helpers is None or not self._shareable or not learning or len(views) < 2:
+            return [self(view) for view in views]
+        features = shared_features(self.helpers, self.network.backbone, self.features, views)
+        return [self.network.after_backbone(one) for one in features]
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the backbone says of a batch of normalised images."""
+        said: Tensor = self.network.backbone(images)
+        return said
 
     def head(self, name: str, features: Tensor) -> Tensor:
         """One further head on given features, such as detached ones."""

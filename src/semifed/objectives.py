@@ -94,7 +94,7 @@ def open_set_supervised(
     if len(labelled) == 0:
         return Loss(torch.zeros(()), {}), []
     labels = labelled.labels
-    views = [net(view) for view in (labelled.weak, labelled.flipped, labelled.strong, labelled.strong_again)]
+    views = net.each(labelled.weak, labelled.flipped, labelled.strong, labelled.strong_again)
     weak = views[:2]
     cross = mean_over([cross_entropy(view.logits, labels) for view in (views if strong_too else weak)])
     positive = mean_over([ova_positive(view.heads["ova"], labels) for view in weak])
@@ -108,7 +108,7 @@ def open_set_unsupervised(
 ) -> tuple[Loss, OpenSetViews]:
     """SSB's loss on unlabelled images: consistency of those in use, and the detector's entropy, SOCR and negatives."""
     # One pass a view: each is normalised by its own statistics, the weak ones by nearly those of plain images.
-    views = OpenSetViews(net(unlabelled.weak), net(unlabelled.flipped), net(unlabelled.strong))
+    views = OpenSetViews(*net.each(unlabelled.weak, unlabelled.flipped, unlabelled.strong))
     first, second, strong = (view.heads["ova"] for view in views)
     consistency = masked_mean(cross_entropy(views.strong.logits, gates.label), used)
     entropy = mean_over([ova_entropy(first), ova_entropy(second)])

@@ -122,6 +122,7 @@ class RoundLoop:
 
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
+        self.site.net.helpers = self.engine.helpers()
         server_type, _, _, kept_type = payload_types(self.method)
         last = self.rundir.checkpoint.load(server_type, kept_type)
         self.rundir.truncate_rounds(last and last.round, last and last.record)

@@ -18,6 +18,7 @@ from semifed.errors import ClientFailure
 from semifed.payloads import Prediction
 from semifed.progress import Silent
 from semifed.run import execute
+from semifed.shared_passes import Helpers
 from semifed.wire import Weights
 
 
@@ -91,6 +92,10 @@ class TimedEngine:
     def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
         """Passed on."""
         return self._engine.predict(weights, images)
+
+    def helpers(self) -> Helpers | None:
+        """Passed on."""
+        return self._engine.helpers()
 
     def close(self) -> None:
         """Passed on."""

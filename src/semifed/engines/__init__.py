@@ -9,6 +9,7 @@ from torch import Tensor
 from semifed.client_round import Held, Reply
 from semifed.errors import ClientFailure, UserError
 from semifed.payloads import Prediction
+from semifed.shared_passes import Helpers
 from semifed.wire import Weights
 
 
@@ -33,6 +34,9 @@ class Engine(Protocol):
 
     def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
         """What its processes, idle between rounds, make of test images; None where there is nobody to ask."""
+
+    def helpers(self) -> Helpers | None:
+        """The same processes, for passes of the server's training; None where there are none."""
 
     def close(self) -> None:
         """End whatever was started."""

@@ -45,6 +45,7 @@ from semifed.process import settle
 from semifed.progress import Lines
 from semifed.report import write_report
 from semifed.run import execute, setting_of
+from semifed.shared_passes import Helpers
 from semifed.wire import Weights
 
 LETTER, WHO = "letter", "who"
@@ -129,6 +130,9 @@ class FlowerEngine:
 
     def predict(self, weights: Weights, images: torch.Tensor) -> Prediction | None:
         """Nobody: clients get no test images."""
+
+    def helpers(self) -> Helpers | None:
+        """Nobody: labels stay at the server."""
 
     def close(self) -> None:
         """The grid is not ours to close."""

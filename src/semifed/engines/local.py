@@ -18,6 +18,7 @@ from semifed.errors import ClientFailure
 from semifed.net import HOME
 from semifed.payloads import Prediction
 from semifed.predictions import BATCH
+from semifed.shared_passes import Helpers
 from semifed.wire import Weights, from_arrays, to_arrays
 
 
@@ -81,6 +82,10 @@ class LocalEngine:
         if self._pool is None or self.workers == 1 or len(images) <= BATCH:
             return None
         return self._pool.predict(weights, images, self._scenario.views)
+
+    def helpers(self) -> Helpers | None:
+        """The workers, where there are several."""
+        return None if self._pool is None or self.workers == 1 else self._pool
 
     def close(self) -> None:
         """End the workers."""

@@ -1,4 +1,4 @@
-"""Persistent one-thread worker processes that act as clients, and between rounds as testers.
+"""Persistent one-thread worker processes that act as clients, and between exchanges as testers and helpers.
 
 Images and weights lie in shared memory; an order is a client's positions and a few numbers. The largest clients start
 first; where many are left a worker has its next one waiting, so that it is never idle between two small ones.
@@ -24,8 +24,9 @@ from torch import Tensor
 from semifed.client_round import Reply, Task, Workplace
 from semifed.data.client import ClientData
 from semifed.data.views import Views
+from semifed.engines.lessons import Lesson, Slopes, view_name
 from semifed.engines.packing import pack_held, unpack_held, unpack_record
-from semifed.engines.shared_memory import Layout, SharedBuffer, Spool
+from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, read_buffer
 from semifed.engines.worker import Answer, Crash, Exam, Order, serve
 from semifed.errors import ClientFailure
 from semifed.method import payload_types
@@ -81,6 +82,7 @@ class Pool:
         self._timeout = timeout
         self._down = SharedBuffer()
         self._tested = SharedBuffer()
+        self._lesson = SharedBuffer()
         self._stillborn = 0
         _start_fork_server()
         self._workers = [self._start() for _ in range(workers)]
@@ -137,8 +139,32 @@ class Pool:
         parts = images.share_memory_().split(share)
         exams = [Exam(part, views, self._tested.memory, layout) for part in parts]
         for worker, exam in zip(self._workers, exams, strict=False):  # there may be fewer batches than workers
-            worker.examine(exam)
+            worker.tell(exam)
         return joined([self._sat(number, exam) for number, exam in enumerate(exams)])
+
+    def features(self, weights: Weights, views: Sequence[Tensor]) -> list[Tensor] | None:
+        """What the backbone says of views in training, each worker of some of them; None where one died."""
+        parts = self._parts(views)
+        named = [{view_name(number): view for number, view in enumerate(part)} for part in parts]
+        layouts, fresh = self._lesson.write(*(weights | own for own in named))
+        orders = []
+        for number, worker in enumerate(self._workers):
+            worker.has_lesson = worker.has_lesson and not fresh
+            if number < len(parts):
+                memory = None if worker.has_lesson else self._lesson.memory
+                orders.append(Lesson(memory, layouts[number], len(parts[number])))
+                worker.has_lesson = True
+        said = self._together(orders)
+        return said and [torch.from_numpy(features) for part in said for features in part]
+
+    def gradients(self, slopes: Sequence[Tensor]) -> list[Weights] | None:
+        """Of the weights of these views, one by one, given those of their features; None where a worker died."""
+        told = self._together([Slopes([slope.numpy() for slope in part]) for part in self._parts(slopes)])
+        found: list[Weights] = []
+        for worker, learnt in zip(self._workers, told or (), strict=False):
+            worker.gradients = worker.gradients if learnt.memory is None else learnt.memory
+            found += [read_buffer(worker.gradients, layout) for layout in learnt.layouts]
+        return found if told else None
 
     def close(self) -> None:
         """End all workers."""
@@ -156,8 +182,28 @@ class Pool:
             if answer is not None:
                 return Prediction(*map(torch.from_numpy, answer))
             self._replace(worker, _Queue([]))
-            self._workers[number].examine(exam)
+            self._workers[number].tell(exam)
         raise RuntimeError(f"a test failed: its worker process died {ATTEMPTS} times")
+
+    def _parts(self, views: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """As many each, one after the other."""
+        share = -(-len(views) // len(self._workers))
+        return [views[first : first + share] for first in range(0, len(views), share)]
+
+    def _together(self, orders: Sequence[Lesson | Slopes]) -> list[Any] | None:
+        """Answers of the first workers to an order each; None where one of them died, and then it is replaced."""
+        asked = self._workers[: len(orders)]
+        for worker, order in zip(asked, orders, strict=True):
+            worker.tell(order)
+        answers = []
+        for worker in asked:  # all of them, whoever died: nobody's answer may lie there when the next order comes
+            wait([worker.pipe])
+            answers.append(worker.answer())
+            if isinstance(answers[-1], Crash):
+                raise RuntimeError(f"a pass of the server's training failed:\n{answers[-1].text}")
+            if answers[-1] is None or isinstance(answers[-1], _Lost):
+                self._replace(worker, _Queue([]))
+        return None if any(one is None or isinstance(one, _Lost) for one in answers) else answers
 
     def _start(self) -> "_Worker":
         return _Worker(self._context, self._build, self._images)
@@ -213,7 +259,8 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.ready = False
-        self.has_down = False
+        self.has_down = self.has_lesson = False
+        self.gradients = torch.empty(0, dtype=torch.uint8)
         self.ups = [torch.empty(0, dtype=torch.uint8)] * 2
         self.jobs: deque[Job] = deque()
         self.since = 0.0  # when it could begin with the first of them
@@ -233,11 +280,11 @@ class _Worker:
             self.since = time.monotonic()
         self.jobs.append(job)
 
-    def examine(self, exam: Exam) -> None:
-        """Give an idle worker a part of a test; if it is dead, its silence will be noticed."""
+    def tell(self, order: Exam | Lesson | Slopes) -> None:
+        """Give an idle worker something else to do; if it is dead, its silence will be noticed."""
         with suppress(EOFError, OSError):
             self._await_start()
-            self.pipe.send(exam)
+            self.pipe.send(order)
 
     def take_job(self) -> Job:
         """What it was busy with; it goes on with the next one, if it has any."""

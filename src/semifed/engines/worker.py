@@ -16,6 +16,7 @@ from torch import Tensor
 from semifed.client_round import ClientRecord, Reply, Task, Workplace, client_round
 from semifed.data.client import ClientData
 from semifed.data.views import Views
+from semifed.engines.lessons import Lesson, Pupil, Slopes
 from semifed.engines.packing import PackedHeld, pack_held, pack_record, unpack_held
 from semifed.engines.shared_memory import Layout, SharedBuffer, read_buffer
 from semifed.errors import ClientFailure
@@ -88,6 +89,19 @@ class _Actor:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._down: Any = None
+        self._pupil = Pupil(place.net)
+
+    def answer(self, order: Order | Exam | Lesson | Slopes) -> Any:
+        """Whatever is asked."""
+        match order:
+            case Order():
+                return self.train(order)
+            case Exam():
+                return self.test(order)
+            case Lesson():
+                return self._pupil.look(order)
+            case Slopes():
+                return self._pupil.learn(order)
 
     def train(self, order: Order) -> Answer | ClientFailure:
         """A client's round."""
@@ -130,11 +144,11 @@ def serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> N
     pipe.send(Ready())
     while True:
         try:
-            order: Order | Exam = pipe.recv()
+            order: Order | Exam | Lesson | Slopes = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            answer: Any = actor.test(order) if isinstance(order, Exam) else actor.train(order)
+            answer: Any = actor.answer(order)
         except Exception:
             answer = Crash(_traceback())
         try:

@@ -92,7 +92,7 @@ class FedOpenMatch(Method[Server, Down, Up, Frozen]):
         labelled, labels = batch.labelled, batch.labelled.labels
         if len(labelled) == 0:
             return Loss(torch.zeros(()), {})
-        views = [net(labelled.weak), net(labelled.strong)]
+        views = net.each(labelled.weak, labelled.strong)
         detectors = [self._detector(net, view) for view in views]
         cross = mean_over([cross_entropy(view.logits, labels) for view in views])
         negative = mean_over([ova_hardest_negative(detector, labels) for detector in detectors])
