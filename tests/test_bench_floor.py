@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semifed.assembly import workplace_of
 from semifed.bench import precision
-from semifed.bench.floor import Measured, against_floor, seconds_of_a_test
+from semifed.bench.floor import Measured, _share, against_floor, seconds_of_a_test
 from semifed.bench.measuring import ratio, spread, take_turns
 from semifed.bench.precision import lower_precision
 from semifed.bench.replaying import Replayer
@@ -80,6 +80,13 @@ def test_the_round_that_is_watched_is_of_the_kind_that_is_measured(
     assert len(seen.clients) == len(once.clients)  # those of one round only
     assert seen.server == once.server
     assert seen.images == once.images
+
+
+def test_the_floor_shares_the_servers_passes_out() -> None:
+    step = tuple(Pass(size, True) for size in (1, 2, 3, 4))
+    server = (step, step[:1])
+    assert [_share(server, one, 2) for one in range(2)] == [((step[0], step[2]), step[:1]), ((step[1], step[3]),)]
+    assert _share(server, 0, 1) == server
 
 
 def test_work_is_counted_pass_by_pass(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
         Table(
             "floor",
             f"Against the floor, {workers} one-thread processes each",
-            "one round; the floor does its steps on ready batches: the clients' evenly spread, then the server's",
+            "one round; the floor does its steps on ready batches: the clients' spread evenly, then the server's passes",
             (
                 *("workload", "images", "steps", "passes", "GFLOP"),
                 *("floor, s", "semifed, s", "of its speed", "goal", "images/s", "of matrix products' speed"),
@@ -146,8 +146,7 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
             test.append(seconds_of_a_test(parts, engine))
         return spread([one.whole for one in steady]).median
 
-    # The server's steps wait for the clients' and cannot be shared out, so they are one process's in the floor too.
-    phases = [[watched.clients[one::workers], watched.server if one == 0 else ()] for one in range(workers)]
+    phases = [[watched.clients[one::workers], _share(watched.server, one, workers)] for one in range(workers)]
     with _replaying(workplace, load.shape, phases) as crew:
 
         def floor() -> float:
@@ -155,6 +154,11 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
 
         seconds = take_turns({"floor": floor, "semifed": ours, "products": crew.products}, turns)
     return Measured(watched, work_in(watched, load, folder), seconds["floor"], rounds, test, seconds["products"])
+
+
+def _share(server: Trace, one: int, workers: int) -> Trace:
+    """One process's part of the server's steps, which wait for the clients': of the passes of each step so many."""
+    return tuple(passes for step in server if (passes := step[one::workers]))
 
 
 def seconds_of_a_test(parts: Parts, engine: Engine) -> float:
