@@ -107,7 +107,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
         Table(
             "floor",
             f"Against the floor, {workers} one-thread processes each",
-            "one round; the floor does its steps on ready batches: the clients' spread evenly, then the server's passes",
+            "one round; the floor does its steps on ready batches: clients' spread evenly, then the server's passes",
             (
                 *("workload", "images", "steps", "passes", "GFLOP"),
                 *("floor, s", "semifed, s", "of its speed", "goal", "images/s", "of matrix products' speed"),
