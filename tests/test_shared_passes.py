@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from semifed.engines.local import LocalEngine
 from semifed.engines.pool import Pool
 from semifed.fit import Descent, Optimiser
 from semifed.net import Net
+from semifed.shared_passes import Said
 from semifed.wire import Weights
 from toys import equal_weights, run_toy, shaken, toy_dataset, toy_parts, toy_recipe
 
@@ -30,7 +32,7 @@ class Twin:
         self._net, self._lost = net.twin(), lost
         self._passes: list[Tensor] = []
 
-    def features(self, weights: Weights, views: Sequence[Tensor]) -> list[Tensor] | None:
+    def features(self, weights: Weights, views: Sequence[Tensor]) -> Said | None:
         self.asked.append("features")
         if "features" in self._lost:
             return None
@@ -38,9 +40,9 @@ class Twin:
         self._net.train(True)
         with torch.enable_grad():
             self._passes = [self._net.features(view) for view in views]
-        return [one.detach() for one in self._passes]
+        return Said([one.detach() for one in self._passes], len(self.asked))
 
-    def gradients(self, slopes: Sequence[Tensor]) -> list[Weights] | None:
+    def gradients(self, ticket: int, slopes: Sequence[Tensor]) -> list[Weights] | None:
         self.asked.append("gradients")
         if "gradients" in self._lost:
             return None
@@ -59,7 +61,8 @@ def toy(network: str = "cnn", method: str = "openfl", workers: int = 2, channels
 
 def views_of(count: int, channels: int = 1, seed: int = 0, size: int = 6) -> list[Tensor]:
     drawn = torch.Generator().manual_seed(seed)
-    return [torch.randn(size, channels, 8, 8, generator=drawn) for _ in range(count)]
+    views = [torch.randn(size, channels, 8, 8, generator=drawn) for _ in range(count)]
+    return [view.contiguous(memory_format=torch.channels_last) for view in views]
 
 
 def trained(net: Net, steps: Sequence[Sequence[Tensor]]) -> Weights:
@@ -99,6 +102,8 @@ def test_helpers_are_asked_only_where_views_know_nothing_of_each_other() -> None
     with torch.no_grad():
         net.each(*views_of(2))
     net.each(*views_of(1))
+    net.each(*views_of(2, size=1))
+    net.each(*(view[:, :, ::2] for view in views_of(2)))  # not as views usually lie
     tracked.train(True)
     tracked.each(*views_of(2))
     for one in (static, tracked):
@@ -137,8 +142,9 @@ def test_workers_give_the_bits_of_one_process(crew: tuple[Parts, LocalEngine]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 2])  # in the first one the others hand over what they share
 @pytest.mark.parametrize("when", ["features", "gradients"])
-def test_a_worker_that_dies_costs_time_alone(when: str) -> None:
+def test_a_worker_that_dies_costs_time_alone(when: str, call: int) -> None:
     parts = toy()
     alone, helped = (workplace_of(parts)().net for _ in range(2))
     with closing(LocalEngine(workplace_of(parts), parts.scenario, 2)) as engine:
@@ -148,7 +154,7 @@ def test_a_worker_that_dies_costs_time_alone(when: str) -> None:
 
         def fatal(*given: object) -> object:
             asked.append(len(asked))
-            if len(asked) == 2:
+            if len(asked) == call:
                 os.kill(pool._workers[1].process.pid, signal.SIGKILL)  # type: ignore[arg-type]
             return usual(*given)
 
@@ -156,6 +162,42 @@ def test_a_worker_that_dies_costs_time_alone(when: str) -> None:
             assert equal_weights(trained(alone, steps_of()), trained(helped, steps_of()))
         assert len(asked) == len(steps_of())
         assert all(worker.process.is_alive() for worker in pool._workers)
+
+
+@pytest.mark.slow
+def test_workers_that_keep_dying_are_asked_no_more() -> None:
+    parts = toy()
+    alone, helped = (workplace_of(parts)().net for _ in range(2))
+    with closing(LocalEngine(workplace_of(parts), parts.scenario, 2)) as engine:
+        pool = helped.helpers = engine.helpers()
+        assert isinstance(pool, Pool)
+        asked, usual = [], pool._together
+
+        def fatal(orders: Any) -> Any:
+            asked.append(orders)
+            os.kill(pool._workers[0].process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            return usual(orders)
+
+        with patch.object(pool, "_together", fatal):
+            assert equal_weights(trained(alone, steps_of()), trained(helped, steps_of()))
+        assert len(asked) == 3 < len(steps_of())
+
+
+@pytest.mark.slow
+def test_gradients_of_forgotten_views_are_computed_here() -> None:
+    parts = toy()
+    alone, helped = (workplace_of(parts)().net for _ in range(2))
+    with closing(LocalEngine(workplace_of(parts), parts.scenario, 2)) as engine:
+        helped.helpers = engine.helpers()
+        found = []
+        for net in (alone, helped):
+            net.train(True)
+            first, second = (net.each(*views_of(2, seed=seed)) for seed in (1, 2))
+            first[1].logits.sum().backward()
+            second[0].logits.sum().backward()
+            found.append({name: one.grad for name, one in net.learners().items() if one.grad is not None})
+        for name, slope in found[0].items():
+            torch.testing.assert_close(found[1][name], slope)
 
 
 @pytest.mark.slow
@@ -176,10 +218,10 @@ def test_one_process_has_no_helpers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["openfl", "fedopenmatch"])
-def test_a_run_with_helpers_is_the_run_without(method: str, tmp_path: Path) -> None:
-    alone = run_toy(toy(method=method, workers=1), tmp_path / "alone")
+@pytest.mark.parametrize(("method", "channels"), [("openfl", 3), ("fedopenmatch", 1)])
+def test_a_run_with_helpers_is_the_run_without(method: str, channels: int, tmp_path: Path) -> None:
+    alone = run_toy(toy(method=method, workers=1, channels=channels), tmp_path / "alone")
     with patch.object(Pool, "features", autospec=True, side_effect=Pool.features) as asked:
-        helped = run_toy(toy(method=method), tmp_path / "helped")
+        helped = run_toy(toy(method=method, channels=channels), tmp_path / "helped")
     assert asked.call_count > 0
     assert equal_weights(alone.weights, helped.weights)

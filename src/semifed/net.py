@@ -99,7 +99,7 @@ class Net:
     def each(self, *views: Tensor) -> list[Output]:
         """One forward pass for each view, normalised by its own statistics; by helpers where there are any."""
         learning = self.network.training and torch.is_grad_enabled()
-        if self.helpers is None or not self._shareable or not learning or len(views) < 2:
+        if self.helpers is None or not self._shareable or not learning or len(views) < 2 or not all(map(_usual, views)):
             return [self(view) for view in views]
         features = shared_features(self.helpers, self.network.backbone, self.features, views)
         return [self.network.after_backbone(one) for one in features]
@@ -271,6 +271,11 @@ class FrozenNet:
         given = {name: tensor.to(self._device) for name, tensor in weights.items()}
         with computing(self._device, self._precision):
             return _home(functional_call(self._network, given, (images.to(self._device),)))
+
+
+def _usual(view: Tensor) -> bool:
+    """A layout that helpers keep; statistics of a single image may be those of other images."""
+    return len(view) > 1 and view.is_contiguous(memory_format=torch.channels_last)
 
 
 def computing(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:

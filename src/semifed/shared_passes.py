@@ -7,22 +7,30 @@ and their gradients, heads and loss stay here. The numbers are those of one proc
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from semifed.wire import Weights
+
+
+class Said(NamedTuple):
+    """What helpers say of some views."""
+
+    features: list[Tensor]  # of each view
+    ticket: int  # by which their gradients can be asked for
 
 
 class Helpers(Protocol):
     """Processes with a network of the same kind."""
 
-    def features(self, weights: Weights, views: Sequence[Tensor]) -> list[Tensor] | None:
+    def features(self, weights: Weights, views: Sequence[Tensor]) -> Said | None:
         """What a backbone with these weights says of each view, in training; None where one of them was lost."""
 
-    def gradients(self, slopes: Sequence[Tensor]) -> list[Weights] | None:
-        """Of the weights of the views last asked about, view by view, given those of features; None as above."""
+    def gradients(self, ticket: int, slopes: Sequence[Tensor]) -> list[Weights] | None:
+        """Of the weights, view by view, given those of features; None as above, and of views that are forgotten."""
 
 
 def shared_features(
@@ -50,12 +58,13 @@ class _Shared(torch.autograd.Function):
         ctx.helpers, ctx.features, ctx.views, ctx.names = helpers, features, views, names
         ctx.save_for_backward(*learners)
         said = helpers.features(dict(zip(names, learners, strict=True)), views)
-        ctx.lost = said is None
-        return tuple(map(features, views) if said is None else said)
+        ctx.ticket = None if said is None else said.ticket
+        return tuple(map(features, views) if said is None else said.features)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        told = None if ctx.lost else ctx.helpers.gradients(slopes)
+        told = None if ctx.ticket is None else ctx.helpers.gradients(ctx.ticket, slopes)
         learners = ctx.saved_tensors
         by_view = (
             [_gradient(ctx.features, learners, *one) for one in zip(ctx.views, slopes, strict=True)]

@@ -158,7 +158,8 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
 
 def _share(server: Trace, one: int, workers: int) -> Trace:
     """One process's part of the server's steps, which wait for the clients': of the passes of each step so many."""
-    return tuple(passes for step in server if (passes := step[one::workers]))
+    parts = (step[one::workers] for step in server)
+    return tuple(part for part in parts if any(each.learns for each in part))
 
 
 def seconds_of_a_test(parts: Parts, engine: Engine) -> float:

@@ -52,7 +52,9 @@ class Pupil:
             for name, one in self._learners.items():
                 one.copy_(self._given[name])
         self._net.train(True)
-        self._passes = [self._net.features(self._given[view_name(view)]) for view in range(lesson.views)]
+        rows = [self._given[view_name(view)] for view in range(lesson.views)]
+        views = [view.contiguous(memory_format=torch.channels_last) for view in rows]  # as they lay at the server
+        self._passes = [self._net.features(view) for view in views]
         self._net.train(False)
         return [features.detach().numpy() for features in self._passes]
 

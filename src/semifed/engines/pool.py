@@ -24,7 +24,7 @@ from torch import Tensor
 from semifed.client_round import Reply, Task, Workplace
 from semifed.data.client import ClientData
 from semifed.data.views import Views
-from semifed.engines.lessons import Lesson, Slopes, view_name
+from semifed.engines.lessons import Learnt, Lesson, Slopes, view_name
 from semifed.engines.packing import pack_held, unpack_held, unpack_record
 from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, read_buffer
 from semifed.engines.worker import Answer, Crash, Exam, Order, serve
@@ -33,6 +33,7 @@ from semifed.method import payload_types
 from semifed.methods import AnyMethod
 from semifed.payloads import Prediction
 from semifed.predictions import BATCH, joined
+from semifed.shared_passes import Said
 from semifed.wire import Weights, from_arrays, to_arrays
 
 ATTEMPTS = 2  # a client whose worker died is redone once
@@ -84,6 +85,8 @@ class Pool:
         self._tested = SharedBuffer()
         self._lesson = SharedBuffer()
         self._stillborn = 0
+        self._ticket = 0  # of the last lesson
+        self._losses = 0  # lessons in a row in which a worker died
         _start_fork_server()
         self._workers = [self._start() for _ in range(workers)]
 
@@ -142,8 +145,10 @@ class Pool:
             worker.tell(exam)
         return joined([self._sat(number, exam) for number, exam in enumerate(exams)])
 
-    def features(self, weights: Weights, views: Sequence[Tensor]) -> list[Tensor] | None:
+    def features(self, weights: Weights, views: Sequence[Tensor]) -> Said | None:
         """What the backbone says of views in training, each worker of some of them; None where one died."""
+        if self._losses >= START_ATTEMPTS:  # it is no accident, and the run can do without
+            return None
         parts = self._parts(views)
         named = [{view_name(number): view for number, view in enumerate(part)} for part in parts]
         layouts, fresh = self._lesson.write(*(weights | own for own in named))
@@ -154,17 +159,22 @@ class Pool:
                 memory = None if worker.has_lesson else self._lesson.memory
                 orders.append(Lesson(memory, layouts[number], len(parts[number])))
                 worker.has_lesson = True
+        self._ticket += 1
         said = self._together(orders)
-        return said and [torch.from_numpy(features) for part in said for features in part]
+        return (
+            None
+            if said is None
+            else Said([torch.from_numpy(features) for part in said for features in part], self._ticket)
+        )
 
-    def gradients(self, slopes: Sequence[Tensor]) -> list[Weights] | None:
-        """Of the weights of these views, one by one, given those of their features; None where a worker died."""
+    def gradients(self, ticket: int, slopes: Sequence[Tensor]) -> list[Weights] | None:
+        """Of the weights of the views last asked about, given those of features; None where a worker died."""
+        if ticket != self._ticket:
+            return None
+        self._ticket += 1  # workers forget
         told = self._together([Slopes([slope.numpy() for slope in part]) for part in self._parts(slopes)])
-        found: list[Weights] = []
-        for worker, learnt in zip(self._workers, told or (), strict=False):
-            worker.gradients = worker.gradients if learnt.memory is None else learnt.memory
-            found += [read_buffer(worker.gradients, layout) for layout in learnt.layouts]
-        return found if told else None
+        found = zip(self._workers, told or (), strict=False)
+        return told and [read_buffer(worker.gradients, layout) for worker, one in found for layout in one.layouts]
 
     def close(self) -> None:
         """End all workers."""
@@ -203,7 +213,9 @@ class Pool:
                 raise RuntimeError(f"a pass of the server's training failed:\n{answers[-1].text}")
             if answers[-1] is None or isinstance(answers[-1], _Lost):
                 self._replace(worker, _Queue([]))
-        return None if any(one is None or isinstance(one, _Lost) for one in answers) else answers
+        lost = any(one is None or isinstance(one, _Lost) for one in answers)
+        self._losses = self._losses + 1 if lost else 0
+        return None if lost else answers
 
     def _start(self) -> "_Worker":
         return _Worker(self._context, self._build, self._images)
@@ -305,6 +317,8 @@ class _Worker:
             return _Lost()
         if isinstance(answer, Answer) and answer.up is not None:
             self.ups[answer.turn] = answer.up
+        if isinstance(answer, Learnt) and answer.memory is not None:
+            self.gradients = answer.memory
         return answer
 
     def _await_start(self) -> None:
