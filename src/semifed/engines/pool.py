@@ -160,12 +160,9 @@ class Pool:
                 orders.append(Lesson(memory, layouts[number], len(parts[number])))
                 worker.has_lesson = True
         self._ticket += 1
-        said = self._together(orders)
-        return (
-            None
-            if said is None
-            else Said([torch.from_numpy(features) for part in said for features in part], self._ticket)
-        )
+        if (said := self._together(orders)) is None:
+            return None
+        return Said([torch.from_numpy(features) for part in said for features in part], self._ticket)
 
     def gradients(self, ticket: int, slopes: Sequence[Tensor]) -> list[Weights] | None:
         """Of the weights of the views last asked about, given those of features; None where a worker died."""
