@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from semifed.assembly import Parts, workplace_of
+from semifed.engines.lessons import Lesson, Slopes
 from semifed.engines.local import LocalEngine
 from semifed.engines.pool import Pool
 from semifed.fit import Descent, Optimiser
@@ -165,22 +166,24 @@ def test_a_worker_that_dies_costs_time_alone(when: str, call: int) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_keep_dying_are_asked_no_more() -> None:
+@pytest.mark.parametrize("when", ["features", "gradients"])
+def test_workers_that_keep_dying_are_asked_no_more(when: str) -> None:
     parts = toy()
     alone, helped = (workplace_of(parts)().net for _ in range(2))
     with closing(LocalEngine(workplace_of(parts), parts.scenario, 2)) as engine:
         pool = helped.helpers = engine.helpers()
         assert isinstance(pool, Pool)
-        asked, usual = [], pool._together
+        killed, usual = [], pool._together
 
         def fatal(orders: Any) -> Any:
-            asked.append(orders)
-            os.kill(pool._workers[0].process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            if isinstance(orders[0], {"features": Lesson, "gradients": Slopes}[when]):
+                killed.append(pool._workers[0].process.pid)
+                os.kill(killed[-1], signal.SIGKILL)
             return usual(orders)
 
         with patch.object(pool, "_together", fatal):
             assert equal_weights(trained(alone, steps_of()), trained(helped, steps_of()))
-        assert len(asked) == 3 < len(steps_of())
+        assert len(killed) == 3 < len(steps_of())
 
 
 @pytest.mark.slow

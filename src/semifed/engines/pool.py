@@ -170,8 +170,11 @@ class Pool:
             return None
         self._ticket += 1  # workers forget
         told = self._together([Slopes([slope.numpy() for slope in part]) for part in self._parts(slopes)])
-        found = zip(self._workers, told or (), strict=False)
-        return told and [read_buffer(worker.gradients, layout) for worker, one in found for layout in one.layouts]
+        if told is None:
+            return None
+        self._losses = 0  # a whole lesson
+        found = zip(self._workers, told, strict=False)
+        return [read_buffer(worker.gradients, layout) for worker, one in found for layout in one.layouts]
 
     def close(self) -> None:
         """End all workers."""
@@ -211,7 +214,7 @@ class Pool:
             if answers[-1] is None or isinstance(answers[-1], _Lost):
                 self._replace(worker, _Queue([]))
         lost = any(one is None or isinstance(one, _Lost) for one in answers)
-        self._losses = self._losses + 1 if lost else 0
+        self._losses += lost
         return None if lost else answers
 
     def _start(self) -> "_Worker":
