@@ -208,14 +208,17 @@ class Pool:
         answers = []
         for worker in asked:  # all of them, whoever died: nobody's answer may lie there when the next order comes
             wait([worker.pipe])
-            answers.append(worker.answer())
-            if isinstance(answers[-1], Crash):
-                raise RuntimeError(f"a pass of the server's training failed:\n{answers[-1].text}")
-            if answers[-1] is None or isinstance(answers[-1], _Lost):
+            answer = worker.answer()
+            if isinstance(answer, Crash):
+                raise RuntimeError(f"a pass of the server's training failed:\n{answer.text}")
+            if answer is None or isinstance(answer, _Lost):
                 self._replace(worker, _Queue([]))
-        lost = any(one is None or isinstance(one, _Lost) for one in answers)
-        self._losses += lost
-        return None if lost else answers
+            else:
+                answers.append(answer)
+        if len(answers) == len(asked):
+            return answers
+        self._losses += 1
+        return None
 
     def _start(self) -> "_Worker":
         return _Worker(self._context, self._build, self._images)
