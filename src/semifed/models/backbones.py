@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semifed.errors import UserError
+from semifed.kernels import Finish
 from semifed.models.batchnorm import BatchNorm
 
 Width = float | Sequence[int] | None
+RELU, LEAKY = Finish(slope=0.0), Finish(slope=0.1)
 
 
 class Normalisation(NamedTuple):
@@ -104,8 +106,7 @@ class CNN(Convolutional):
     def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
         for conv, norm, pool in zip(self.convs, self.norms, self.pools, strict=True):
-            # ReLU is monotone, so it commutes with the maximum and costs a quarter after it.
-            maps = F.relu(F.max_pool2d(norm(conv(maps)), pool), inplace=True)
+            maps = norm(conv(maps), Finish(slope=0.0, pool=pool))
         return maps.mean((2, 3))
 
 
@@ -150,7 +151,7 @@ class ResNet8(Convolutional):
 
     def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
-        maps = self.blocks(F.relu(self.norm(self.conv(maps)), inplace=True))
+        maps = self.blocks(self.norm(self.conv(maps), RELU))
         return maps.mean((2, 3))
 
 
@@ -171,10 +172,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [n, after, h/stride, w/stride]."""
-        out = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        out = self.norm2(self.conv2(out))
-        out += self.shortcut(x)
-        return F.relu(out, inplace=True)
+        first = self.norm1(self.conv1(x), RELU)
+        out: Tensor = self.norm2(self.conv2(first), RELU, plus=self.shortcut(x))
+        return out
 
 
 class WideResNet28(Convolutional):
@@ -201,7 +201,7 @@ class WideResNet28(Convolutional):
 
     def trainable_part(self, maps: Tensor) -> Tensor:
         """Features [n, features] of images [n, channels, h, w]."""
-        maps = _leaky(self.norm(self.blocks(self.conv(maps))))
+        maps = self.norm(self.blocks(self.conv(maps)), LEAKY)
         return maps.mean((2, 3))
 
 
@@ -218,8 +218,8 @@ class PreActivationBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [n, after, h/stride, w/stride]."""
-        active = _leaky(self.norm1(x))
-        out: Tensor = self.conv2(_leaky(self.norm2(self.conv1(active))))
+        active = self.norm1(x, LEAKY)
+        out: Tensor = self.conv2(self.norm2(self.conv1(active), LEAKY))
         out += x if self.shortcut is None else self.shortcut(active)
         return out
 
@@ -262,10 +262,6 @@ class ZeroLinear(nn.Linear):
 
 def _conv3(before: int, after: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-
-
-def _leaky(x: Tensor) -> Tensor:
-    return F.leaky_relu(x, 0.1, inplace=True)
 
 
 def _block_widths(width: Width) -> tuple[int, int, int]:

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semifed.errors import UserError, nearest
+from semifed.kernels import Finish, Scale, normalised_by, normalised_by_batch
 
 MODES = ("tracked", "static", "fixed")
+NOTHING = Finish()
 
 _ONE_PASS_IMAGES = 4096
 _ONE_PASS_BYTES = 512 * 2**20
@@ -54,24 +55,16 @@ class BatchNorm(nn.Module):
         self.running_mean.zero_()
         self.running_var.fill_(1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise by the batch's own statistics in training, by the running ones in evaluation or where fixed."""
+    def forward(self, x: Tensor, finish: Finish = NOTHING, plus: Tensor | None = None) -> Tensor:
+        """Normalise by the batch's own statistics in training, by the running ones in evaluation or where fixed.
+
+        What follows is done with it: a shortcut is added, maxima are taken, a ReLU is applied.
+        """
+        running = (self.running_mean, self.running_var)
+        scale = Scale(self.weight, self.bias, self.eps, self.momentum, None if self.mode == "static" else running)
         if not self.training or self.mode == "fixed" or x.numel() <= x.shape[1]:
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
-            )
-        if self.mode == "static":
-            return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
-        return F.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            training=True,
-            momentum=self.momentum,
-            eps=self.eps,
-        )
+            return normalised_by(x, *running, scale, finish, plus)
+        return normalised_by_batch(x, scale, finish, plus)
 
     def extra_repr(self) -> str:
         """What `print(network)` shows of this layer."""
