@@ -343,12 +343,13 @@ def test_evaluation_after_recalibration_normalises_the_images() -> None:
     net = network()
     images = class_sorted_images(64)
     captured: list[Tensor] = []
-    norms(net)[0].register_forward_hook(lambda layer, _, out: captured.append(out.detach()))
+    layer = norms(net)[0]
+    layer.register_forward_pre_hook(lambda _, given: captured.append(given[0].detach()))
     recalibrate(net, images)
     captured.clear()
     net.eval()(images)
-    layer = norms(net)[0]
-    out = (captured[0] - layer.bias.detach()[:, None, None]) / layer.weight.detach()[:, None, None]
+    normal = layer(captured[0]).detach()
+    out = (normal - layer.bias.detach()[:, None, None]) / layer.weight.detach()[:, None, None]
     torch.testing.assert_close(out.mean((0, 2, 3)), torch.zeros(4), rtol=0, atol=1e-5)
     torch.testing.assert_close(out.var((0, 2, 3)), torch.ones(4), rtol=0, atol=1e-3)
 

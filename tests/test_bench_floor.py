@@ -19,6 +19,8 @@ from semifed.bench.watching import Pass, Watched, watch
 from semifed.bench.work import Work, watch_steady, work_in
 from semifed.bench.workload import FASHION, FIXMATCH_CNN, OPENFL_CNN, SAGE_CNN, Workload
 from semifed.engines.local import LocalEngine
+from semifed.kernels import normalise
+from semifed.kernels.normalise import Scale
 from semifed.methods.openfl import OpenFL, Sent
 from semifed.net import Net
 from semifed.payloads import Prediction
@@ -121,6 +123,23 @@ def test_replaying_moves_every_weight_and_only_by_the_steps_that_learn(tmp_path:
     assert {name for name in before if not torch.equal(before[name], after[name])} == trained
 
 
+def test_one_floor_is_pytorch_s_and_one_computes_as_semifed_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[bool] = []
+
+    def noted(x: Tensor, scale: Scale, *given: Any) -> bool:
+        offered.append(scale.kernels)
+        return False
+
+    monkeypatch.setattr(normalise, "_fits", noted)
+    replayer = Replayer(workplace_of(tiny(SAGE_CNN).parts(tmp_path))(), FASHION, [((Pass(4, True), Pass(3, False)),)])
+    replayer.replay(0)
+    assert offered == 6 * [False]  # three batch norms of the network, three of its teacher
+    replayer.replay(0, kernels=True)
+    assert offered[6:] == 6 * [True]
+
+
 def test_a_run_says_where_each_round_went(tmp_path: Path) -> None:
     load = tiny(FIXMATCH_CNN)
     times = run_rounds(load._replace(overrides=(*load.overrides, "rounds=3")).parts(tmp_path), workers=1).rounds
@@ -134,7 +153,7 @@ def test_all_of_the_workers_time_is_accounted_for() -> None:
     shares = {"steps": 0.7, "views": 0.2, "gates": 0.0, "rest": 0.1}
     steady = RoundTime(whole=2.0, exchange=1.5, clients=2.4, steps=1, images=1)
     work = Work(1, 1, 1, 1, 1.0)
-    where = Measured(Watched((), (), 1, shares), work, [1.0], [[steady, steady]], [0.1], [0.01]).where(workers=2)
+    where = Measured(Watched((), (), 1, shares), work, [1.0], [1.0], [[steady, steady]], [0.1], [0.01]).where(workers=2)
     assert sum(where.values()) == pytest.approx(1)
     assert where["server"] == pytest.approx(0.5 / 2.0)
     assert where["idle"] == pytest.approx((2 * 1.5 - 2.4) / 4.0)
@@ -150,6 +169,7 @@ def test_the_tables_of_the_floor(tmp_path: Path) -> None:
     facts = reached.facts[FIXMATCH_CNN.name]
     middle = median(one["whole"] for one in facts["rounds"][0])
     assert facts["share"]["median"] == pytest.approx(facts["floor"][0] / middle)
+    assert facts["own_share"]["median"] == pytest.approx(facts["own_floor"][0] / middle)
     speed = facts["work"]["gflop"] / middle  # GFLOP a second
     assert facts["of_processor"]["median"] == pytest.approx(speed * facts["products"][0])
     assert 0 < facts["of_processor"]["median"] < 1

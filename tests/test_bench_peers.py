@@ -16,6 +16,7 @@ from semifed.bench.workload import Workload
 from semifed.data.client import Batch, Budget, Samples, batches
 from semifed.methods.fedavg import FedAvg
 from semifed.methods.fixmatch_lpl import FixMatchLPL
+from semifed.models import BatchNorm
 from semifed.net import Net
 from semifed.payloads import Nothing
 
@@ -86,7 +87,9 @@ def test_only_the_naive_loop_leaves_maps_channel_by_channel(parts: Parts, monkey
     naive.naive_rounds(parts, 1)
     assert laid
     assert all(laid)
-    quick = [one for one in new_network(parts).parameters() if one.ndim == 4 and min(one.shape[1:]) > 1]
+    network = new_network(parts)
+    assert not any(one.kernels for one in network.modules() if isinstance(one, BatchNorm)), "nobody else has ours"
+    quick = [one for one in network.parameters() if one.ndim == 4 and min(one.shape[1:]) > 1]
     assert quick
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in quick)
 

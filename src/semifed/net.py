@@ -255,7 +255,7 @@ class FrozenNet:
     """A network that only answers: the teacher of training steps, and computed as they are."""
 
     def __init__(self, network: Network, device: torch.device = HOME, precision: torch.dtype = torch.float32) -> None:
-        self._network = network.requires_grad_(False)
+        self.network = network.requires_grad_(False)
         self._device = device
         self._precision = precision
 
@@ -263,14 +263,14 @@ class FrozenNet:
     def __call__(self, images: Tensor) -> Output:
         """Outputs without gradient."""
         with computing(self._device, self._precision):
-            return _home(self._network(images.to(self._device)))
+            return _home(self.network(images.to(self._device)))
 
     @torch.no_grad()
     def at(self, weights: Mapping[str, Tensor], images: Tensor) -> Output:
         """What it would answer with other weights."""
         given = {name: tensor.to(self._device) for name, tensor in weights.items()}
         with computing(self._device, self._precision):
-            return _home(functional_call(self._network, given, (images.to(self._device),)))
+            return _home(functional_call(self.network, given, (images.to(self._device),)))
 
 
 def _usual(view: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Against the floor: one-thread processes that do the same optimiser steps on ready-made batches, and nothing else.
 
+There are two: a bare loop of PyTorch's, and one whose batch norms compute by our kernels, as semifed's do.
 The passes are not written down by hand: a real round of the kind that is measured is watched, and what it passed
 through its networks within optimiser steps is done again on batches that already lie there. How near all of that is to
 what the processor can do at all is told by large matrix products, which the same processes do in the same turn.
@@ -7,6 +8,7 @@ what the processor can do at all is told by large matrix products, which the sam
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -46,7 +48,8 @@ class Measured(NamedTuple):
 
     watched: Watched
     work: Work
-    floor: list[float]  # seconds of a round, by turn
+    floor: list[float]  # seconds of a round in PyTorch alone, by turn
+    own_floor: list[float]  # the same with our kernels
     rounds: list[list[RoundTime]]  # the steady ones of each turn
     test: list[float]  # seconds of a test
     products: list[float]  # seconds that all processes take for a GFLOP of matrix products, by turn
@@ -75,7 +78,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
     for load in loads:
         found = measure(load, folder, turns, workers)
         work, whole, where = found.work, found.whole(), found.where(workers)
-        share = ratio(found.floor, whole)
+        share, own_share = ratio(found.floor, whole), ratio(found.own_floor, whole)
         of_processor = ratio([one * work.gflop for one in found.products], whole)
         reached.append(
             (
@@ -88,6 +91,8 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
                 spread(whole).shown(),
                 share.shown(),
                 GOALS[load.name.partition(",")[0]],
+                spread(found.own_floor).shown(),
+                own_share.shown(),
                 f"{work.images / spread(whole).median:,.0f}",
                 of_processor.shown(),
             )
@@ -97,6 +102,8 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "floor": found.floor,
             "rounds": [[one._asdict() for one in rounds] for rounds in found.rounds],
             "share": share._asdict(),
+            "own_floor": found.own_floor,
+            "own_share": own_share._asdict(),
             "products": found.products,
             "of_processor": of_processor._asdict(),
             "where": where,
@@ -110,7 +117,8 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "one round; the floor does its steps on ready batches: clients' spread evenly, then the server's passes",
             (
                 *("workload", "images", "steps", "passes", "GFLOP"),
-                *("floor, s", "semifed, s", "of its speed", "goal", "images/s", "of matrix products' speed"),
+                *("floor, s", "semifed, s", "of its speed", "goal", "floor with our kernels, s", "of its speed too"),
+                *("images/s", "of matrix products' speed"),
             ),
             reached,
             facts,
@@ -149,11 +157,13 @@ def measure(load: Workload, folder: Path, turns: int, workers: int) -> Measured:
     phases = [[watched.clients[one::workers], _share(watched.server, one, workers)] for one in range(workers)]
     with _replaying(workplace, load.shape, phases) as crew:
 
-        def floor() -> float:
-            return spread([crew.steps() for _ in range(STEADY_ROUNDS + 1)][1:]).median
+        def floor(kernels: bool) -> float:
+            return spread([crew.steps(kernels) for _ in range(STEADY_ROUNDS + 1)][1:]).median
 
-        seconds = take_turns({"floor": floor, "semifed": ours, "products": crew.products}, turns)
-    return Measured(watched, work_in(watched, load, folder), seconds["floor"], rounds, test, seconds["products"])
+        floors = {"floor": partial(floor, False), "own floor": partial(floor, True)}
+        seconds = take_turns({**floors, "semifed": ours, "products": crew.products}, turns)
+    work = work_in(watched, load, folder)
+    return Measured(watched, work, seconds["floor"], seconds["own floor"], rounds, test, seconds["products"])
 
 
 def _share(server: Trace, one: int, workers: int) -> Trace:
@@ -178,15 +188,15 @@ class _Crew(NamedTuple):
     pipes: Sequence[Connection]
     phases: int
 
-    def steps(self) -> float:
+    def steps(self, kernels: bool) -> float:
         """Phase after phase; how long it took."""
-        return sum(self._all(phase) for phase in range(self.phases))
+        return sum(self._all((phase, kernels)) for phase in range(self.phases))
 
     def products(self) -> float:
         """Matrix products; how long a GFLOP of them took."""
         return self._all(None) / (len(self.pipes) * PRODUCTS * 2 * SIDE**3 / 1e9)
 
-    def _all(self, order: int | None) -> float:
+    def _all(self, order: tuple[int, bool] | None) -> float:
         started = perf_counter()
         for pipe in self.pipes:
             pipe.send(order)
@@ -224,10 +234,11 @@ def _serve(pipe: Connection, build: Callable[[], Workplace], shape: Sequence[int
     product = left @ right
     pipe.send("ready")
     while True:
-        phase: int | None = pipe.recv()
-        if phase is None:
+        order: tuple[int, bool] | None = pipe.recv()
+        if order is None:
             for _ in range(PRODUCTS):
                 torch.mm(left, right, out=product)
         else:
-            replayer.replay(phase)
+            phase, kernels = order
+            replayer.replay(phase, kernels=kernels)
         pipe.send("done")

@@ -16,6 +16,7 @@ import torch
 
 import semifed
 from semifed.engines.local import available_cores
+from semifed.kernels import who_computes
 from semifed.process import processor
 from semifed.rundir import git_revision
 
@@ -85,6 +86,7 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "batch norm": who_computes(),
         "semifed": semifed.__version__,
         "revision": git_revision(),
         **{name: found for name in ("flwr", "ray", "pfl", "kornia", "pillow") if (found := _version(name))},

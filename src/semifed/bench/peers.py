@@ -22,8 +22,9 @@ NOTES = (
     "A round's seconds are the median of a turn's steady rounds: the first round of each turn and whatever comes "
     "before it (workers, Ray) are left out and are in the JSON file. Ratios are taken turn by turn.",
     "semifed's rounds are those of its real round loop, checkpoints included; nobody else writes any.",
-    "Flower's and pfl's clients are plain PyTorch loops on semifed's network, batches and views (of many steps in one "
-    "go) with its SGD, in processes that keep freed memory as its own do, so their rows compare engines.",
+    "Flower's and pfl's clients are plain PyTorch loops on semifed's batches and views (of many steps in one go) with "
+    "its SGD, in processes that keep freed memory as its own do: what is left to compare are engines, and our kernels "
+    "for batch norm beside PyTorch's own in the same network.",
     "The rows of naive clients are Flower and pfl with the naive loop's clients, whose processes give freed memory "
     "back: what a user of theirs runs who takes over a paper's code.",
     "Maps lie channels last, which is quick on processors, but for naive clients and the naive loop: these leave them "

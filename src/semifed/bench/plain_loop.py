@@ -17,6 +17,7 @@ from semifed.data.client import Budget, ClientData, batches
 from semifed.fit import Descent, Optimiser
 from semifed.methods.fedavg import FedAvg
 from semifed.methods.fixmatch_lpl import FixMatchLPL
+from semifed.models.batchnorm import use_kernels
 from semifed.rng import Key
 
 
@@ -74,9 +75,13 @@ class Job(NamedTuple):
 
 
 def new_network(parts: Parts, layout: torch.memory_format = torch.channels_last) -> nn.Module:
-    """The network of a recipe: everyone trains the same one, unless told otherwise in the layout that is quick here."""
+    """The network of a recipe: everyone trains the same one, unless told otherwise in the layout that is quick here.
+
+    It computes by PyTorch's own kernels, as any other network that is written in PyTorch.
+    """
     shape = parts.scenario.dataset.x_train.shape[1:]
     network: nn.Module = build_net(parts.recipe, parts.method, shape, len(parts.scenario.known)).network
+    use_kernels(network, False)
     return network.to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
 

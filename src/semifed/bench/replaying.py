@@ -9,6 +9,7 @@ from torch import Tensor
 from semifed.bench.watching import Trace
 from semifed.client_round import Workplace
 from semifed.fit import Descent
+from semifed.models.batchnorm import use_kernels
 from semifed.models.network import Output
 from semifed.process import settle
 
@@ -26,8 +27,10 @@ class Replayer:
             for size in {one.images for trace in phases for step in trace for one in step}
         }
 
-    def replay(self, phase: int) -> None:
-        """All steps of a phase."""
+    def replay(self, phase: int, *, kernels: bool = False) -> None:
+        """All steps of a phase, by PyTorch alone or with kernels of our own."""
+        for net in (self._net, self._teacher):
+            use_kernels(net.network, kernels)
         self._net.network.train()
         # The formula that training uses: with PyTorch's class around it the floor could be beaten.
         descent = Descent(self._net.learners(), self._optimiser)

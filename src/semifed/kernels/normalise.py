@@ -41,6 +41,7 @@ class Scale(NamedTuple):
     eps: float
     momentum: float
     running: tuple[Tensor, Tensor] | None  # mean and variance, which a batch moves
+    kernels: bool = True  # of our own, where there are any
 
 
 class _After(IntEnum):
@@ -74,6 +75,13 @@ def normalised_by(
     return _applied(x, *_terms(mean, var, scale), finish, plus)[0]
 
 
+def who_computes() -> str:
+    """Whose kernels normalise on this machine, and why not ours if it is not they."""
+    if isinstance(found := library(), Unavailable):
+        return f"PyTorch's kernels ({found})"
+    return "own kernels" if _tried() else "PyTorch's kernels (ours round otherwise than this version of it)"
+
+
 def _by_kernels(x: Tensor, scale: Scale, finish: Finish, plus: Tensor | None) -> Tensor:
     done: Tensor = _Normalised.apply(x, scale.weight, scale.bias, plus, scale, finish)  # type: ignore[no-untyped-call]
     return done
@@ -97,7 +105,7 @@ def _terms(mean: Tensor, var: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
 
 def _fits(x: Tensor, scale: Scale, finish: Finish, plus: Tensor | None) -> bool:
     """Whether the kernels are written for it, and PyTorch would add up in their order."""
-    if not (_usual(x) and x.shape[1] % LANES == 0 and torch.get_num_threads() == 1):
+    if not (scale.kernels and _usual(x) and x.shape[1] % LANES == 0 and torch.get_num_threads() == 1):
         return False
     if not all(one.is_contiguous() for one in (scale.weight, scale.bias, *(scale.running or ()))):
         return False

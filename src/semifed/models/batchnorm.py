@@ -41,6 +41,7 @@ class BatchNorm(nn.Module):
         self.mode = _checked(mode)
         self.eps = eps
         self.momentum = momentum
+        self.kernels = True
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.register_buffer("running_mean", torch.empty(channels))
@@ -61,7 +62,8 @@ class BatchNorm(nn.Module):
         What follows is done with it: a shortcut is added, maxima are taken, a ReLU is applied.
         """
         running = (self.running_mean, self.running_var)
-        scale = Scale(self.weight, self.bias, self.eps, self.momentum, None if self.mode == "static" else running)
+        moved = None if self.mode == "static" else running
+        scale = Scale(self.weight, self.bias, self.eps, self.momentum, moved, self.kernels)
         if not self.training or self.mode == "fixed" or x.numel() <= x.shape[1]:
             return normalised_by(x, *running, scale, finish, plus)
         return normalised_by_batch(x, scale, finish, plus)
@@ -77,6 +79,13 @@ def set_batchnorm(module: nn.Module, mode: str) -> None:
     for layer in module.modules():
         if isinstance(layer, BatchNorm) and layer.mode != "fixed":
             layer.mode = mode
+
+
+def use_kernels(module: nn.Module, used: bool) -> None:
+    """Whether its batch norms may compute by kernels of our own: the same bits, at another speed."""
+    for layer in module.modules():
+        if isinstance(layer, BatchNorm):
+            layer.kernels = used
 
 
 def freeze(module: nn.Module) -> None:
