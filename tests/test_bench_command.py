@@ -149,7 +149,7 @@ def test_ideas_are_measured_beside_what_is_used(capsys: pytest.CaptureFixture[st
     table = tried["measured"](turns=2, seconds=0.0, compiled=False, loads=[small])
     assert all(len(row) == len(table.header) for row in table.rows)
     first = [row for row in table.rows if row[4] is None]
-    assert [str(row[2]).startswith("as used") for row in first] == [True] * 7
-    assert len({row[0] for row in table.rows}) == 7
+    assert [str(row[2]).startswith("as used") for row in first] == [True] * 9
+    assert len({row[0] for row in table.rows}) == 9
     assert all(len(row["seconds"]) == 2 for row in table.facts["rows"])
     assert len(capsys.readouterr().out.splitlines()) == len(table.rows)

@@ -344,7 +344,16 @@ def test_a_source_that_does_not_compile(anew: Path, monkeypatch: pytest.MonkeyPa
     broken.write_text("no C at all")
     monkeypatch.setattr(library, "SOURCE", broken)
     assert "does not compile them: " in str(library.library())
+    assert "error" in str(library.library())
     assert [path.name for path in anew.rglob("*.so")] == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_may_write_is_not_loaded(anew: Path, what: str) -> None:
+    made = library.built()
+    {"folder": made.parent, "file": made}[what].chmod(0o777)
+    assert str(library.library()).startswith("others may write ")
 
 
 @needs_compiler

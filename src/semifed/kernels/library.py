@@ -55,10 +55,12 @@ def built() -> Path:
     described = "\n".join((*FLAGS, compiler, str(Path(compiler).stat().st_mtime_ns), _instructions()))
     key = hashlib.sha256(SOURCE.read_bytes() + described.encode()).hexdigest()[:16]
     place = _place() / f"normalise-{key}.so"
-    if place.exists():
-        return place
     try:
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _refuse_others(place.parent)
+        if place.exists():
+            _refuse_others(place)
+            return place
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             made = Path(folder) / place.name
             _compile(compiler, made)
@@ -97,8 +99,18 @@ def _instructions() -> str:
 
 
 def _place() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "semifed" / "kernels"
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as failed:
+        raise Unavailable("there is no home directory to keep them in") from failed
+    return root / "semifed" / "kernels"
+
+
+def _refuse_others(path: Path) -> None:
+    """What is loaded runs as this user: nobody else may have written it."""
+    about = path.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise Unavailable(f"others may write {path}")
 
 
 def _compile(compiler: str, made: Path) -> None:
@@ -106,8 +118,9 @@ def _compile(compiler: str, made: Path) -> None:
         [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        first = next(iter(done.stderr.strip().splitlines()), f"code {done.returncode}")
-        raise Unavailable(f"{compiler} does not compile them: {first}")
+        lines = done.stderr.strip().splitlines()
+        wrong = next((line for line in lines if "error" in line), *(lines[:1] or [f"code {done.returncode}"]))
+        raise Unavailable(f"{compiler} does not compile them: {wrong}")
 
 
 def _try(made: Path) -> None:

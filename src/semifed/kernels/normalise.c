@@ -18,7 +18,6 @@
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
 
 /* What follows batch norm; the numbers are those of `After` in normalise.py. */
 enum { PLAIN, RELU, LEAKY };
@@ -165,11 +164,20 @@ INLINE void finish_sums(int64_t rows, int64_t channels, const float *inverse, fl
     }
 }
 
-/* The gradient by one block of x, given that by its normalised self. */
-INLINE floats by_input(floats x, floats dy, int64_t c, const float *mean, const float *inverse, const float *weight,
-                       const float *average, const float *projection) {
-    floats along = (x - load(mean + c)) * load(projection + c);
-    return (dy - load(average + c) - along) * load(inverse + c) * load(weight + c);
+/* What the gradient by x needs of a block of channels. */
+typedef struct {
+    floats mean, inverse, weight, average, projection;
+} channel_terms;
+
+INLINE channel_terms terms_of(int64_t c, const float *mean, const float *inverse, const float *weight,
+                              const float *average, const float *projection) {
+    return (channel_terms){load(mean + c), load(inverse + c), load(weight + c), load(average + c), load(projection + c)};
+}
+
+/* The gradient by x, given that by its normalised self. */
+INLINE floats by_input(floats x, floats dy, channel_terms of) {
+    floats along = (x - of.mean) * of.projection;
+    return (dy - of.average - along) * of.inverse * of.weight;
 }
 
 INLINE void unapply_as(const float *x, const float *out, const float *gradient, int64_t rows, int64_t channels,
@@ -187,7 +195,7 @@ INLINE void unapply_as(const float *x, const float *out, const float *gradient, 
             floats value = load(x + here), dy;
             if (adds) dy = load(by_plus + here);
             else dy = before(load(gradient + here), value, load(factor + c), load(offset + c), slope, after);
-            store(by_x + here, by_input(value, dy, c, mean, inverse, weight, sum, dot));
+            store(by_x + here, by_input(value, dy, terms_of(c, mean, inverse, weight, sum, dot)));
         }
 }
 
@@ -211,7 +219,7 @@ void unapply(const float *x, const float *out, const float *gradient, int64_t ro
 /* out = relu(maxima of x * factor + offset over windows of 2 x 2 pixels); `taken` says whose they are, `best` their x.
    Pixels that fill no window are left out. */
 void apply_pooled(const float *x, int64_t images, int64_t height, int64_t width, int64_t channels, const float *factor,
-                  const float *offset, float *out, float *best, uint8_t *taken) {
+                  const float *offset, float *out, float *best, int32_t *taken) {
     int64_t high = height / 2, wide = width / 2;
     for (int64_t line = 0; line < images * high; line++) {
         const float *upper = x + (line / high * height + line % high * 2) * width * channels;
@@ -233,20 +241,19 @@ void apply_pooled(const float *x, int64_t images, int64_t height, int64_t width,
                 whose = choose(most <= 0, (ints){0} + NOWHERE, whose);
                 store(out + c, most);
                 store(best + c, first);
-                bytes codes = __builtin_convertvector(whose, bytes);
-                memcpy(taken + c, &codes, sizeof codes);
+                memcpy(taken + c, &whose, sizeof whose);
             }
     }
 }
 
-INLINE ints load_codes(const uint8_t *from) {
-    bytes codes;
+INLINE ints load_codes(const int32_t *from) {
+    ints codes;
     memcpy(&codes, from, sizeof codes);
-    return __builtin_convertvector(codes, ints);
+    return codes;
 }
 
 /* Sums over pixels in their order: of a line of windows first the upper pixels, then the lower ones. */
-INLINE void pooled_slopes_of(const float *best, const uint8_t *taken, const float *gradient, int64_t lines,
+INLINE void pooled_slopes_of(const float *best, const int32_t *taken, const float *gradient, int64_t lines,
                              int64_t wide, int64_t channels, const float *mean, float *sum, float *dot,
                              const int blocks) {
     floats sums[WIDE], dots[WIDE], centre[WIDE];
@@ -264,26 +271,44 @@ INLINE void pooled_slopes_of(const float *best, const uint8_t *taken, const floa
     for (int b = 0; b < blocks; b++) store(sum + b * LANES, sums[b]), store(dot + b * LANES, dots[b]);
 }
 
+/* The gradient by x: of a window it is that of one pixel, pixels that fill no window have none. */
+INLINE void pooled_gradient_of(const float *x, const int32_t *taken, const float *gradient, int64_t images,
+                               int64_t height, int64_t width, int64_t channels, const float *mean, const float *inverse,
+                               const float *weight, const float *average, const float *projection, float *by_x,
+                               const int blocks) {
+    int64_t high = height / 2, wide = width / 2;
+    channel_terms of[WIDE];
+    for (int b = 0; b < blocks; b++) of[b] = terms_of(b * LANES, mean, inverse, weight, average, projection);
+    for (int64_t line = 0; line < images * height; line++) {
+        int64_t row = line % height, pixel = line * width * channels, column = 0;
+        if (row / 2 < high) {
+            int64_t window = (line / height * high + row / 2) * wide * channels;
+            for (; column < wide; column++, pixel += 2 * channels, window += channels)
+                for (int b = 0; b < blocks; b++) {
+                    int64_t left = pixel + b * LANES, right = left + channels;
+                    ints whose = load_codes(taken + window + b * LANES) - (int32_t)(row % 2 * 2);
+                    floats slope = load(gradient + window + b * LANES), none = {0};
+                    store(by_x + left, by_input(load(x + left), select(whose == 0, slope, none), of[b]));
+                    store(by_x + right, by_input(load(x + right), select(whose == 1, slope, none), of[b]));
+                }
+        }
+        for (column *= 2; column < width; column++, pixel += channels)
+            for (int b = 0; b < blocks; b++)
+                store(by_x + pixel + b * LANES, by_input(load(x + pixel + b * LANES), (floats){0}, of[b]));
+    }
+}
+
 /* Gradients of `statistics` and `apply_pooled`. */
-void unapply_pooled(const float *x, const float *best, const uint8_t *taken, const float *gradient, int64_t images,
+void unapply_pooled(const float *x, const float *best, const int32_t *taken, const float *gradient, int64_t images,
                     int64_t height, int64_t width, int64_t channels, const float *mean, const float *inverse,
                     const float *weight, float *by_x, float *by_weight, float *by_bias, float *sum, float *dot) {
-#define POOLED_SLOPES(blocks)                                                                                       \
-    pooled_slopes_of(best + c, taken + c, gradient + c, images * high, wide, channels, mean + c, sum + c, dot + c, \
-                     blocks)
-    int64_t high = height / 2, wide = width / 2;
+#define POOLED_SLOPES(blocks)                                                                                        \
+    pooled_slopes_of(best + c, taken + c, gradient + c, images * (height / 2), width / 2, channels, mean + c, sum + c, \
+                     dot + c, blocks)
+#define POOLED_GRADIENT(blocks)                                                                                  \
+    pooled_gradient_of(x + c, taken + c, gradient + c, images, height, width, channels, mean + c, inverse + c, \
+                       weight + c, sum + c, dot + c, by_x + c, blocks)
     FOR_BLOCKS(channels, POOLED_SLOPES);
     finish_sums(images * height * width, channels, inverse, sum, dot, by_weight, by_bias);
-    for (int64_t line = 0; line < images * height; line++) {
-        int64_t image = line / height, row = line % height;
-        for (int64_t column = 0; column < width; column++, x += channels, by_x += channels) {
-            int inside = row / 2 < high && column / 2 < wide, pixel = (int)(row % 2 * 2 + column % 2);
-            int64_t window = ((image * high + row / 2) * wide + column / 2) * channels;
-            for (int64_t c = 0; c < channels; c += LANES) {
-                floats dy = {0};
-                if (inside) dy = select(load_codes(taken + window + c) == pixel, load(gradient + window + c), dy);
-                store(by_x + c, by_input(load(x + c), dy, c, mean, inverse, weight, sum, dot));
-            }
-        }
-    }
+    FOR_BLOCKS(channels, POOLED_GRADIENT);
 }

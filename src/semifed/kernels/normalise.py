@@ -175,7 +175,7 @@ def _applied(x: Tensor, factor: Tensor, offset: Tensor, finish: Finish, plus: Te
         _kernels().apply(*_at(x), images * height * width, channels, *_at(factor, offset, plus), *after, *_at(out))
         return (out,)
     out = torch.empty((images, channels, height // 2, width // 2), memory_format=_LAST)
-    best, taken = torch.empty_like(out), torch.empty_like(out, dtype=torch.uint8)
+    best, taken = torch.empty_like(out), torch.empty_like(out, dtype=torch.int32)
     _kernels().apply_pooled(*_at(x), images, height, width, channels, *_at(factor, offset, out, best, taken))
     return out, best, taken
 
