@@ -329,7 +329,7 @@ def test_judges_get_no_gradient() -> None:
     here.method.loss(here.net, first_batch(here), judges).value.backward()
     for judge in judges:
         assert judge is not None
-        assert all(not p.requires_grad and p.grad is None for p in judge._network.parameters())
+        assert all(not p.requires_grad and p.grad is None for p in judge.network.parameters())
 
 
 # A round

@@ -39,6 +39,7 @@ class Passes:
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    normalise._agrees()  # tried once before it counts
     counted, applied = Passes(), normalise._applied
 
     def counting(*given: Any) -> tuple[Tensor, ...]:
@@ -68,7 +69,15 @@ class Case:
     """Maps, what batch norm knows, and a gradient of what comes out."""
 
     def __init__(
-        self, shape: tuple[int, int, int, int], finish: Finish, *, adds: bool, tracked: bool, grain: float, seed: int
+        self,
+        shape: tuple[int, int, int, int],
+        finish: Finish,
+        *,
+        adds: bool,
+        tracked: bool,
+        grain: float,
+        seed: int,
+        momentum: float = 0.1,
     ) -> None:
         drawn = torch.Generator().manual_seed(seed)
         channels = shape[1]
@@ -77,7 +86,7 @@ class Case:
             values = torch.randn(size, generator=drawn) * 2 + 0.3
             return (values / grain).round() * grain if grain else values
 
-        self.finish = finish
+        self.finish, self.momentum = finish, momentum
         self.inputs = [channels_last(noise(*shape)), noise(channels), noise(channels)]
         if adds:
             self.inputs.append(channels_last(noise(*shape)))
@@ -91,7 +100,7 @@ class Case:
             one.clone(memory_format=torch.preserve_format).requires_grad_() for one in self.inputs
         )
         running = None if self.running is None else (self.running[0].clone(), self.running[1].clone())
-        out = normalise.normalised_by_batch(x, Scale(weight, bias, 1e-5, 0.1, running), self.finish, *plus)
+        out = normalise.normalised_by_batch(x, Scale(weight, bias, 1e-5, self.momentum, running), self.finish, *plus)
         gradients = torch.autograd.grad(out, [x, weight, bias, *plus], self.gradient)
         return [out.detach(), *gradients, *(running or ())]
 
@@ -106,11 +115,12 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     finish = draw(st.sampled_from([PLAIN, RELU, LEAKY, POOLED]))
-    side = st.integers(2, 7)
+    side = st.integers(2 if finish == POOLED else 1, 7)
     shape = (draw(st.integers(1, 4)), 16 * draw(st.sampled_from([1, 2, 3, 4, 5, 7])), draw(side), draw(side))
     adds = finish == RELU and draw(st.booleans())
     grain = draw(st.sampled_from([0.0, 0.0, 0.5, 2.0]))  # coarse numbers: equal maxima, and exact zeros
-    return Case(shape, finish, adds=adds, tracked=draw(st.booleans()), grain=grain, seed=draw(st.integers(0, 2**16)))
+    options = {"adds": adds, "tracked": draw(st.booleans()), "grain": grain, "seed": draw(st.integers(0, 2**16))}
+    return Case(shape, finish, **options, momentum=draw(st.sampled_from([0.1, 0.01, 0.3, 0.003])))
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -231,7 +241,8 @@ def test_every_method_learns_the_same(
 @pytest.mark.slow
 def test_a_run_without_kernels_is_the_same_run(tmp_path: Path) -> None:
     recipe = ("quickstart", "rounds=2", "evaluate.folds=0", "model.width=[16,32,16]", "--quiet", "--out")
-    process("run", *recipe, "with", cwd=tmp_path)
+    process("run", *recipe, "with", cwd=tmp_path, env=surroundings(XDG_CACHE_HOME=str(tmp_path / "cache")))
+    assert list((tmp_path / "cache").rglob("*.so"))
     process("run", *recipe, "without", cwd=tmp_path, env=surroundings(SEMIFED_KERNELS="off"))
     assert_same_weights(tmp_path / "with", tmp_path / "without")
 
@@ -268,6 +279,32 @@ def test_a_gradient_can_be_differentiated_again(
     )
     for one, other in zip(ours, theirs, strict=True):  # the second gradient adds up in another order
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "width"), [("cnn", [16, 32, 16]), ("resnet8", 1), ("wrn-28-2", 1)])
+def test_a_network_s_gradient_can_be_differentiated_again(
+    name: str, width: Any, by_kernels: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortcut of a residual block lies behind what it is added to."""
+    generator = torch.Generator().manual_seed(0)
+    network = build_network(name, channels=3, size=(8, 8), classes=4, width=width, generator=generator)
+    images = channels_last(torch.randn(4, 3, 8, 8, generator=generator))
+
+    def slopes() -> list[Tensor]:
+        learners = list(Net(network, "static").learners().values())
+        network.train()
+        weight = torch.ones((), requires_grad=True)  # of the loss, as FedDure's regulators weigh images
+        first = torch.autograd.grad(
+            weight * F.cross_entropy(network(images).logits, torch.arange(4)), learners, create_graph=True
+        )
+        (second,) = torch.autograd.grad(sum(one.square().sum() for one in first), [weight])
+        return [second, *(one.detach() for one in first)]
+
+    ours = slopes()
+    assert by_kernels.count > 0
+    monkeypatch.setattr(normalise, "_agrees", lambda: False)
+    assert_same(ours, slopes())
 
 
 @needs_compiler
@@ -317,10 +354,37 @@ def test_other_finishes_are_pytorch_s(finish: Finish, by_kernels: Passes) -> Non
 def test_several_threads_add_up_otherwise(by_kernels: Passes) -> None:
     torch.set_num_threads(2)
     try:
+        assert normalise.who_computes().startswith("PyTorch's kernels (")
         BatchNorm(16)(channels_last(torch.randn(2, 16, 4, 4)), RELU)
     finally:
         torch.set_num_threads(1)
     assert by_kernels.count == 0
+
+
+@pytest.mark.parametrize("odd", ["too few", "double"])
+def test_what_does_not_belong_together_is_left_to_pytorch(odd: str, by_kernels: Passes) -> None:
+    """It raises; C would read what lies behind."""
+    layer = BatchNorm(16) if odd == "too few" else BatchNorm(32).double()
+    x = channels_last(torch.randn(2, 32, 4, 4))
+    for mode in (True, False):
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            layer.train(mode)(x, RELU)
+    assert by_kernels.count == 0
+
+
+@needs_compiler
+def test_a_compiler_that_never_ends(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(library, "PATIENCE", 0.2)
+    assert str(library.library()) == f"{slow} or what it made did not end within 0.2 seconds"
+
+
+def test_without_a_source_pytorch_computes(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "SOURCE", tmp_path / "gone.c")
+    assert isinstance(library.library(), Unavailable)
 
 
 def test_without_a_compiler_pytorch_computes(anew: Path, monkeypatch: pytest.MonkeyPatch, by_kernels: Passes) -> None:
@@ -388,8 +452,13 @@ def test_kernels_that_round_otherwise_are_not_used(
 
 
 @needs_compiler
-def test_a_library_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = library.built()
+@pytest.mark.parametrize("mask", [0o022, 0o002])
+def test_a_library_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        first = library.built()
+    finally:
+        os.umask(before)
     monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
     assert library.built() == first
     assert [path.name for path in anew.rglob("*") if path.is_file()] == [first.name]

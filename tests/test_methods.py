@@ -154,7 +154,7 @@ def test_a_client_without_confident_images_sends_nothing_new_and_counts_nothing(
 def test_the_teacher_gets_no_gradient() -> None:
     net, batch, const, _ = first_step(parts := parts_of("fixmatch-gpl", threshold=0.0))
     parts.method.loss(net, batch, const).value.backward()
-    for parameter in const.net._network.parameters():
+    for parameter in const.net.network.parameters():
         assert parameter.grad is None
         assert not parameter.requires_grad
 

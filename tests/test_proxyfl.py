@@ -511,7 +511,7 @@ def test_gradients_reach_backbone_heads_and_proxies_but_no_teacher() -> None:
     contrast(here.net, views, Rows(seen, q, q.probabilities), Pool(PRIOR, "prior", "one")).backward()
     reached = {name for name, tensor in here.net.named_parameters().items() if tensor.grad is not None}
     assert reached == set(here.net.named_parameters()) - {"classifier.bias"}
-    assert all(tensor.grad is None for tensor in const.net._network.parameters())
+    assert all(tensor.grad is None for tensor in const.net.network.parameters())
 
 
 def test_a_pool_without_negatives_is_nothing_to_learn_from() -> None:

@@ -148,7 +148,7 @@ def test_only_strong_views_and_labels_carry_the_gradient() -> None:
     value = value - 0.7 * (constant * logits[2].log_softmax(dim=1)).sum() / len(used)
     for name, slope in slopes(value).items():
         torch.testing.assert_close(found[name], slope, rtol=1e-4, atol=1e-6)
-    assert all(p.grad is None and not p.requires_grad for p in const.net._network.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in const.net.network.parameters())
 
 
 def test_without_both_parts_it_is_local_labels_to_the_bit() -> None:

@@ -310,6 +310,7 @@ def main() -> None:
     asked.add_argument("--compile", action="store_true", help="torch.compile too; it takes a minute and a half")
     asked.add_argument("--json", type=Path)
     given = asked.parse_args()
+    settle()
     about = machine()
     table = measured(given.turns, given.seconds, given.compile)
     if given.json is not None:

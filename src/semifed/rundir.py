@@ -22,7 +22,6 @@ from semifed.checkpoint import Checkpoint
 from semifed.complaint import shown
 from semifed.durable import PARTIAL, write_atomically
 from semifed.errors import UserError, not_written
-from semifed.kernels import who_computes
 from semifed.recipe import Recipe, with_later_keys
 from semifed.wire import Weights
 
@@ -206,8 +205,7 @@ def summary(recipe: Recipe, rounds: Sequence[Mapping[str, Any]], facts: Mapping[
             "python": platform.python_version(),
         },
         "git_revision": git_revision(),
-        "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread a process"
-        + (f", batch norm by {who_computes()}" if facts.get("device", "cpu") == "cpu" else ""),
+        "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread a process",
     }
 
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,13 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("normalise.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
+PATIENCE = 60  # seconds
 
 _AT, _COUNT, _SINGLE, _DOUBLE, _KIND = (
     *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_int),
 )
 SIGNATURES: dict[str, Sequence[type]] = {
-    "statistics": (_AT, _COUNT, _COUNT, _DOUBLE, *[_AT] * 6, _SINGLE, _SINGLE, _AT, _AT),
+    "statistics": (_AT, _COUNT, _COUNT, _DOUBLE, *[_AT] * 6, _SINGLE, _AT, _AT),
     "apply": (_AT, _COUNT, _COUNT, _AT, _AT, _AT, _KIND, _SINGLE, _AT),
     "unapply": (_AT, _AT, _AT, _COUNT, _COUNT, *[_AT] * 5, _KIND, _SINGLE, *[_AT] * 6),
     "apply_pooled": (_AT, *[_COUNT] * 4, *[_AT] * 5),
@@ -52,10 +54,10 @@ def built() -> Path:
     if sys.platform not in ("linux", "darwin"):
         raise Unavailable(f"they are not built on {sys.platform}")
     compiler = _compiler()
-    described = "\n".join((*FLAGS, compiler, str(Path(compiler).stat().st_mtime_ns), _instructions()))
-    key = hashlib.sha256(SOURCE.read_bytes() + described.encode()).hexdigest()[:16]
-    place = _place() / f"normalise-{key}.so"
     try:
+        described = "\n".join((*FLAGS, compiler, str(Path(compiler).stat().st_mtime_ns), _instructions()))
+        key = hashlib.sha256(SOURCE.read_bytes() + described.encode()).hexdigest()[:16]
+        place = _place() / f"normalise-{key}.so"
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_others(place.parent)
         if place.exists():
@@ -65,9 +67,12 @@ def built() -> Path:
             made = Path(folder) / place.name
             _compile(compiler, made)
             _try(made)
+            made.chmod(0o700)
             made.replace(place)  # at once: other processes may be doing the same
     except OSError as failed:
         raise Unavailable(f"they cannot be kept: {failed}") from failed
+    except subprocess.TimeoutExpired as failed:
+        raise Unavailable(f"{compiler} or what it made did not end within {PATIENCE} seconds") from failed
     return place
 
 
@@ -95,7 +100,7 @@ def _instructions() -> str:
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     known = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    return "\n".join((platform.machine(), platform.processor(), *sorted(set(known))))
+    return "\n".join((platform.machine(), *sorted(set(known))))
 
 
 def _place() -> Path:
@@ -107,16 +112,16 @@ def _place() -> Path:
 
 
 def _refuse_others(path: Path) -> None:
-    """What is loaded runs as this user: nobody else may have written it."""
-    about = path.stat()
-    if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise Unavailable(f"others may write {path}")
+    """What is loaded runs as this user: nobody else but root may write it, or replace a folder on the way to it."""
+    for one in (path, *path.absolute().parents):
+        about = one.stat()
+        shared = about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX
+        if shared or about.st_uid not in (os.getuid(), 0):
+            raise Unavailable(f"others may write {one}")
 
 
 def _compile(compiler: str, made: Path) -> None:
-    done = subprocess.run(
-        [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, text=True, check=False
-    )
+    done = _run([compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"])
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         wrong = next((line for line in lines if "error" in line), *(lines[:1] or [f"code {done.returncode}"]))
@@ -125,17 +130,21 @@ def _compile(compiler: str, made: Path) -> None:
 
 def _try(made: Path) -> None:
     """Call each function in another process: a virtual machine may name instructions it does not let through."""
-    done = subprocess.run([sys.executable, "-I", __file__, str(made)], capture_output=True, check=False)
+    done = _run([sys.executable, "-I", __file__, str(made)])
     if done.returncode:
         raise Unavailable(f"the processor does not run them (code {done.returncode})")
 
 
+def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE)
+
+
 def _call_all(path: Path) -> None:
-    """On two images of 4 x 4 pixels, 80 channels, all zero."""
+    """On two images of 4 x 4 pixels, 112 channels, all zero."""
     found = loaded(path)
-    rows, channels = 32, 80
+    rows, channels = 32, 112
     room = [(ctypes.c_float * (rows * channels))() for _ in range(16)]
-    found.statistics(room[0], rows, channels, 1e-5, *room[1:7], 0.1, 0.9, *room[7:9])
+    found.statistics(room[0], rows, channels, 1e-5, *room[1:7], 0.1, *room[7:9])
     found.apply(room[0], rows, channels, *room[1:4], 1, 0.0, room[4])
     found.unapply(*room[:3], rows, channels, *room[3:8], 1, 0.0, *room[8:14])
     found.apply_pooled(room[0], 2, 4, 4, channels, *room[1:6])

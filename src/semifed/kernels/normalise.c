@@ -76,7 +76,7 @@ INLINE void moments_of(const float *x, int64_t rows, int64_t channels, float *me
 /* Mean, inverse deviation, and by them the factor and offset of each channel. Running statistics, if there are any,
    move by `momentum` towards mean and unbiased variance. */
 void statistics(const float *x, int64_t rows, int64_t channels, double eps, const float *weight, const float *bias,
-                float *mean, float *inverse, float *factor, float *offset, float momentum, float rest,
+                float *mean, float *inverse, float *factor, float *offset, float momentum,
                 float *running_mean, float *running_var) {
 #define MOMENTS(blocks) moments_of(x + c, rows, channels, mean + c, inverse + c, blocks)
     FOR_BLOCKS(channels, MOMENTS);
@@ -87,8 +87,8 @@ void statistics(const float *x, int64_t rows, int64_t channels, double eps, cons
         offset[c] = bias[c] - mean[c] * factor[c];
         if (running_mean) {
             double unbiased = squares / (float)(rows - 1);
-            running_mean[c] = rounded(momentum * mean[c]) + rounded(rest * running_mean[c]);
-            running_var[c] = (float)((double)momentum * unbiased + (double)rounded(rest * running_var[c]));
+            running_mean[c] = rounded(momentum * mean[c]) + rounded((1 - momentum) * running_mean[c]);
+            running_var[c] = (float)((double)momentum * unbiased + (double)rounded((1 - momentum) * running_var[c]));
         }
     }
 }
@@ -185,8 +185,8 @@ INLINE void unapply_as(const float *x, const float *out, const float *gradient, 
                        const float *weight, float slope, float *by_x, float *by_plus, float *by_weight, float *by_bias,
                        float *sum, float *dot, const int after, const int adds) {
 #define SLOPES(blocks)                                                                                              \
-    slopes_of(x + c, out + c, gradient + c, rows, channels, mean + c, factor + c, offset + c, slope, by_plus + c, \
-              sum + c, dot + c, after, adds, blocks)
+    slopes_of(x + c, adds ? out + c : out, gradient + c, rows, channels, mean + c, factor + c, offset + c, slope, \
+              adds ? by_plus + c : by_plus, sum + c, dot + c, after, adds, blocks)
     FOR_BLOCKS(channels, SLOPES);
     finish_sums(rows, channels, inverse, sum, dot, by_weight, by_bias);
     for (int64_t row = 0; row < rows; row++)

@@ -70,7 +70,7 @@ def normalised_by(
     learns = torch.is_grad_enabled() and any(
         one is not None and one.requires_grad for one in (x, scale.weight, scale.bias, plus)
     )
-    if learns or not (_fits(x, scale, finish, plus) and _agrees()):
+    if learns or not (_fits(x, scale, finish, plus, mean, var) and _agrees()):
         return finish.of(_by(x, mean, var, scale), plus)
     return _applied(x, *_terms(mean, var, scale), finish, plus)[0]
 
@@ -79,6 +79,8 @@ def who_computes() -> str:
     """Whose kernels normalise on this machine, and why not ours if it is not they."""
     if isinstance(found := library(), Unavailable):
         return f"PyTorch's kernels ({found})"
+    if torch.get_num_threads() > 1:
+        return "PyTorch's kernels (ours are for one thread)"
     return "own kernels" if _tried() else "PyTorch's kernels (ours round otherwise than this version of it)"
 
 
@@ -103,15 +105,21 @@ def _terms(mean: Tensor, var: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
     return _by(pixel + 1, zeros, var, scale._replace(bias=zeros)), _by(pixel, mean, var, scale)
 
 
-def _fits(x: Tensor, scale: Scale, finish: Finish, plus: Tensor | None) -> bool:
+def _fits(x: Tensor, scale: Scale, finish: Finish, plus: Tensor | None, *statistics: Tensor) -> bool:
     """Whether the kernels are written for it, and PyTorch would add up in their order."""
     if not (scale.kernels and _usual(x) and x.shape[1] % LANES == 0 and torch.get_num_threads() == 1):
         return False
-    if not all(one.is_contiguous() for one in (scale.weight, scale.bias, *(scale.running or ()))):
+    known = (scale.weight, scale.bias, *(scale.running or ()), *statistics)
+    if torch.compiler.is_compiling() or not all(_a_number_for_each(one, x.shape[1]) for one in known):
         return False
     if finish.pool != (1, 1):
-        return finish.pool == (2, 2) and finish.slope == 0 and plus is None
+        return finish.pool == (2, 2) and min(x.shape[2:]) > 1 and finish.slope == 0 and plus is None
     return plus is None or (finish.slope == 0 and plus.shape == x.shape and _usual(plus))
+
+
+def _a_number_for_each(one: Tensor, channels: int) -> bool:
+    plain = one.dtype == torch.float32 and one.device.type == "cpu" and one.is_contiguous()
+    return plain and one.shape == (channels,)
 
 
 def _usual(x: Tensor) -> bool:
@@ -128,10 +136,10 @@ class _Normalised(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, plus: Tensor | None, scale: Scale, finish: Finish
     ) -> Tensor:
         rows, channels = x.numel() // x.shape[1], x.shape[1]
-        mean, inverse, factor, offset = torch.empty(4, channels).unbind()
+        mean, inverse, factor, offset = x.new_empty(4, channels).unbind()
         _kernels().statistics(
             *(*_at(x), rows, channels, scale.eps, *_at(weight, bias, mean, inverse, factor, offset)),
-            *(scale.momentum, 1 - scale.momentum, *_at(*(scale.running or (None, None)))),
+            *(scale.momentum, *_at(*(scale.running or (None, None)))),
         )
         out, *left = _applied(x, factor, offset, finish, plus)
         # What came out says where ReLU cut something off that was added to.
@@ -153,7 +161,7 @@ class _Normalised(torch.autograd.Function):
         images, channels, height, width = x.shape
         rows = images * height * width
         by_x, by_plus = torch.empty_like(x), None if plus is None else torch.empty_like(x)
-        by_weight, by_bias, *room = torch.empty(4, channels).unbind()
+        by_weight, by_bias, *room = x.new_empty(4, channels).unbind()
         answers = _at(by_weight, by_bias, *room)
         if finish.pool == (1, 1):
             terms = _at(mean, inverse, factor, offset, weight)
@@ -174,7 +182,7 @@ def _applied(x: Tensor, factor: Tensor, offset: Tensor, finish: Finish, plus: Te
         after = (_After.of(finish.slope), finish.slope or 0.0)
         _kernels().apply(*_at(x), images * height * width, channels, *_at(factor, offset, plus), *after, *_at(out))
         return (out,)
-    out = torch.empty((images, channels, height // 2, width // 2), memory_format=_LAST)
+    out = torch.empty_like(x[:, :, : height // 2, : width // 2], memory_format=_LAST)
     best, taken = torch.empty_like(out), torch.empty_like(out, dtype=torch.int32)
     _kernels().apply_pooled(*_at(x), images, height, width, channels, *_at(factor, offset, out, best, taken))
     return out, best, taken
@@ -190,8 +198,10 @@ def _again(
 ) -> tuple[Tensor, ...]:
     """The gradients as PyTorch takes them, of a pass that is made again; it leaves no statistics behind."""
     with torch.enable_grad():
+        # Views of their own: of two inputs one may lie behind the other, and its gradient is that of this map alone.
         x, weight, bias, *plus = (
-            one if differentiable and one.requires_grad else one.detach().requires_grad_() for one in inputs
+            one.view_as(one) if differentiable and one.requires_grad else one.detach().requires_grad_()
+            for one in inputs
         )
         out = finish.of(_by_batch(x, scale._replace(weight=weight, bias=bias, running=None)), *plus)
         return torch.autograd.grad(out, [x, weight, bias, *plus], gradient, create_graph=differentiable)

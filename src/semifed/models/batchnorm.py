@@ -35,13 +35,13 @@ class BatchNorm(nn.Module):
     bias: nn.Parameter
     running_mean: Tensor
     running_var: Tensor
+    kernels: bool = True  # it may compute by ours
 
     def __init__(self, channels: int, *, mode: str = "tracked", eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
         self.mode = _checked(mode)
         self.eps = eps
         self.momentum = momentum
-        self.kernels = True
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.register_buffer("running_mean", torch.empty(channels))
