@@ -112,11 +112,12 @@ def _place() -> Path:
 
 
 def _refuse_others(path: Path) -> None:
-    """What is loaded runs as this user: nobody else but root may write it, or replace a folder on the way to it."""
+    """What is loaded runs as this user: nobody but root and this user's own group may write it, or replace a folder
+    on the way to it."""
     for one in (path, *path.absolute().parents):
         about = one.stat()
-        shared = about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX
-        if shared or about.st_uid not in (os.getuid(), 0):
+        others = about.st_mode & (0o002 if about.st_gid == os.getgid() else 0o022)
+        if (others and not about.st_mode & stat.S_ISVTX) or about.st_uid not in (os.getuid(), 0):
             raise Unavailable(f"others may write {one}")
 
 
