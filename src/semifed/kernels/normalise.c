@@ -19,7 +19,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
-/* What follows batch norm; the numbers are those of `After` in normalise.py. */
+/* What follows batch norm; the numbers are those of `_After` in normalise.py. */
 enum { PLAIN, RELU, LEAKY };
 
 /* Where the gradient of a window of 2 x 2 pixels goes: to pixel 0, 1, 2 or 3, or nowhere as ReLU cut it off. */
