@@ -6,13 +6,20 @@
    with which PyTorch's kernels are compiled too). What is saved is memory: a normalised map of which only the maxima
    are wanted is never written, and one that is rectified is not read again.
 
-   Channels come in blocks of LANES; callers see to it that their number is a multiple. */
+   Channels come in blocks of LANES; callers see to it that their number is a multiple of the most there are. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+/* As many as the processor has: vectors that a compiler has to take apart are slower than PyTorch's. */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define WIDE 4 /* blocks whose sums are held in registers together */
 #define INLINE static inline __attribute__((always_inline))
 

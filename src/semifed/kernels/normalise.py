@@ -12,7 +12,7 @@ from torch import Tensor
 
 from semifed.kernels.library import Unavailable, library
 
-LANES = 16  # channels come in multiples of it
+LANES = 16  # channels come in multiples of it, the most that a processor has
 _LAST = torch.channels_last
 
 
