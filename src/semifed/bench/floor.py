@@ -117,7 +117,7 @@ def against_floor(folder: Path, turns: int, workers: int, loads: Sequence[Worklo
             "one round; the floor does its steps on ready batches: clients' spread evenly, then the server's passes",
             (
                 *("workload", "images", "steps", "passes", "GFLOP"),
-                *("floor, s", "semifed, s", "of its speed", "goal", "floor with our kernels, s", "of its speed too"),
+                *("floor, s", "semifed, s", "of its speed", "goal", "floor with our kernels, s", "of that one's"),
                 *("images/s", "of matrix products' speed"),
             ),
             reached,
