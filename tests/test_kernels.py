@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from command import assert_same_weights, process, surroundings
-from semifed.kernels import Finish, library, normalise
+from semifed.kernels import Finish, averages, library, normalise
 from semifed.kernels.library import Unavailable
 from semifed.kernels.normalise import Scale
 from semifed.methods import method_names
 from semifed.models import BatchNorm, build_network
 from semifed.net import Net
+from sources import changed_sources
 from toys import equal_weights, meaningful, run_toy, toy_parts, toy_recipe
 
 PLAIN, RELU, LEAKY, POOLED = Finish(), Finish(0.0), Finish(0.1), Finish(0.0, (2, 2))
@@ -62,6 +63,7 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def forget() -> None:
     library.library.cache_clear()
     normalise._tried.cache_clear()
+    averages._exact.cache_clear()
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -387,7 +389,7 @@ def test_a_compiler_that_never_ends(anew: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_a_source_pytorch_computes(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "SOURCE", tmp_path / "gone.c")
+    monkeypatch.setattr(library, "SOURCES", (tmp_path / "gone.c",))
     assert isinstance(library.library(), Unavailable)
 
 
@@ -411,7 +413,7 @@ def test_kernels_can_be_turned_off(anew: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_source_that_does_not_compile(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("no C at all")
-    monkeypatch.setattr(library, "SOURCE", broken)
+    monkeypatch.setattr(library, "SOURCES", (broken,))
     assert "does not compile them: " in str(library.library())
     assert "error" in str(library.library())
     assert [path.name for path in anew.rglob("*.so")] == []
@@ -434,10 +436,8 @@ def test_a_home_that_cannot_be_written(anew: Path) -> None:
 @needs_compiler
 def test_instructions_that_the_processor_refuses(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They end the process that tries them, not the one that trains."""
-    source = library.SOURCE.read_text()
-    trap = tmp_path / "trap.c"
-    trap.write_text(source.replace("void apply(const", "void apply() { __builtin_trap(); }\nvoid other(const"))
-    monkeypatch.setattr(library, "SOURCE", trap)
+    trap = "void apply() { __builtin_trap(); }\nvoid other(const"
+    monkeypatch.setattr(library, "SOURCES", changed_sources(tmp_path, "void apply(const", trap))
     assert "the processor does not run them" in str(library.library())
     assert [path.name for path in anew.rglob("*.so")] == []
 
@@ -446,9 +446,8 @@ def test_instructions_that_the_processor_refuses(anew: Path, monkeypatch: pytest
 def test_kernels_that_round_otherwise_are_not_used(
     anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_kernels: Passes
 ) -> None:
-    other = tmp_path / "other.c"
-    other.write_text(library.SOURCE.read_text().replace("sum[b] += off * off;", "sum[b] += off * off * 1.0000001f;"))
-    monkeypatch.setattr(library, "SOURCE", other)
+    line = "sum[b] += off * off;"
+    monkeypatch.setattr(library, "SOURCES", changed_sources(tmp_path, line, "sum[b] += off * off * 1.0000001f;"))
     forget()
     assert not isinstance(library.library(), Unavailable)
     assert not normalise._agrees()

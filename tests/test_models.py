@@ -246,6 +246,26 @@ def test_features_equal_a_numpy_network(
     np.testing.assert_allclose(features.numpy(), expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_the_pool_of_the_dense_cnn_gets_gradients_in_its_own_layout(memory_format: torch.memory_format) -> None:
+    """Else PyTorch copies the map in front of it twice; the numbers are the same."""
+    net = build("dense-cnn", size=(20, 17), width=[8]).to(memory_format=memory_format)  # type: ignore[call-overload]
+    x = torch.randn(5, 3, 20, 17, generator=torch.Generator().manual_seed(2)).contiguous(memory_format=memory_format)
+    features = net(x).features
+    node, layouts = features.grad_fn, []
+    while node is not None and "MaxPool2D" not in node.name():
+        node = max((following for following, _ in node.next_functions if following), key=depth, default=None)
+    assert node is not None
+    node.register_prehook(lambda given: layouts.append(given[0].is_contiguous(memory_format=memory_format)))
+    features.square().sum().backward()
+    assert layouts == [True]
+
+
+def depth(node: Any) -> int:
+    """Of the graph behind it: the way to the images is longer than that to any weight."""
+    return 1 + max((depth(following) for following, _ in node.next_functions if following), default=0)
+
+
 def test_heads_equal_matrix_products() -> None:
     further = {
         "ova": "mlp3(11)",

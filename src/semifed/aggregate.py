@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from semifed.kernels import averages
 from semifed.wire import SMALL, Weights
 
 FEWEST_GATED = 5  # a mean over fewer samples says nothing of a client
@@ -44,12 +45,17 @@ def weighted_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
     share, first = weight.tolist(), models[0]
     plain = [name for name, tensor in first.items() if tensor.dtype == torch.float32 and tensor.is_contiguous()]
     small = [name for name in plain if first[name].numel() <= SMALL]
-    mean = {name: _weighted_sum([model[name] for model in models], share) for name in first.keys() - small}
+    mean = {name: _weighted_sum_of_large([model[name] for model in models], share) for name in first.keys() - small}
     if small:  # one sum for all of them: a network has dozens, and a sum costs its calls rather than its numbers
         rows = (torch.cat([model[name].flatten() for name in small]) for model in models)
         parts = _weighted_sum(rows, share).split([first[name].numel() for name in small])
         mean |= {name: part.view(first[name].shape) for name, part in zip(small, parts, strict=True)}
     return {name: mean[name] for name in first}
+
+
+def _weighted_sum_of_large(tensors: Sequence[Tensor], share: Sequence[float]) -> Tensor:
+    summed = averages.weighted_sum(tensors, share)
+    return _weighted_sum(tensors, share) if summed is None else summed
 
 
 def _weighted_sum(tensors: Iterable[Tensor], share: Sequence[float]) -> Tensor:

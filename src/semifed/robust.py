@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from semifed.errors import UserError, nearest
-from semifed.wire import Weights
+from semifed.kernels import averages
+from semifed.wire import SMALL, Weights
 
 ABSURD = 100.0  # times the median change: no client that works as told gets there
 FEWEST = 3  # updates that a median says anything about
@@ -64,12 +65,28 @@ def refuse_idle(steps: Iterable[Step], clients: int) -> None:
 def change_norms(updates: Sequence[Any], received: Weights, *, exact: bool = True) -> Tensor:
     """How far each update is from what the clients received: the norm over all weights, [updates].
 
-    Without being `exact`, squares are added up in the weights' own precision: five digits or so, infinity beyond 1e19.
+    Without being `exact`, squares of large tensors are added up by kernels, or in the weights' own precision: five
+    digits or so, infinity beyond 1e19.
     """
-    start = {names: _joined(received[name] for name in names) for names in {tuple(one.weights) for one in updates}}
-    changes = (_joined(one.weights.values()).sub_(start[tuple(one.weights)]) for one in updates)
+    start: dict[tuple[str, ...], Tensor] = {}
     precision = torch.float64 if exact else None
-    return torch.tensor([float(torch.linalg.vector_norm(change, dtype=precision)) for change in changes])
+    norms = []
+    for one in updates:
+        squares = {} if exact else _squares_by_kernels(one.weights, received)
+        names = tuple(name for name in one.weights if name not in squares)
+        if names not in start:
+            start[names] = _joined(received[name] for name in names)
+        change = _joined(one.weights[name] for name in names).sub_(start[names])
+        rest = float(torch.linalg.vector_norm(change, dtype=precision))
+        norms.append(math.hypot(rest, *map(math.sqrt, squares.values())))
+    return torch.tensor(norms)
+
+
+def _squares_by_kernels(weights: Weights, received: Weights) -> dict[str, float]:
+    """Sums of squared changes of the large tensors; none where there are no kernels for them."""
+    large = (name for name, tensor in weights.items() if tensor.numel() > SMALL)
+    squares = {name: averages.squared_distance(weights[name], received[name]) for name in large}
+    return {name: square for name, square in squares.items() if square is not None}
 
 
 def absurd(updates: Sequence[Any], received: Weights) -> list[str | None]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("normalise.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("averages.c", "normalise.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 60  # seconds
@@ -31,6 +31,8 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "unapply": (_AT, _AT, _AT, _COUNT, _COUNT, *[_AT] * 5, _KIND, _SINGLE, *[_AT] * 6),
     "apply_pooled": (_AT, *[_COUNT] * 4, *[_AT] * 5),
     "unapply_pooled": (*[_AT] * 4, *[_COUNT] * 4, *[_AT] * 8),
+    "weighted_sum": (_AT, _AT, _COUNT, _COUNT, _AT),
+    "squared_distance": (_AT, _AT, _COUNT, _AT),
 }
 
 
@@ -56,8 +58,9 @@ def built() -> Path:
     compiler = _compiler()
     try:
         described = "\n".join((*FLAGS, compiler, str(Path(compiler).stat().st_mtime_ns), _instructions()))
-        key = hashlib.sha256(SOURCE.read_bytes() + described.encode()).hexdigest()[:16]
-        place = _place() / f"normalise-{key}.so"
+        sources = b"".join(source.read_bytes() for source in SOURCES)
+        key = hashlib.sha256(sources + described.encode()).hexdigest()[:16]
+        place = _place() / f"kernels-{key}.so"
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_others(place.parent)
         if place.exists():
@@ -122,7 +125,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def _compile(compiler: str, made: Path) -> None:
-    done = _run([compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"])
+    done = _run([compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"])
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         wrong = next((line for line in lines if "error" in line), *(lines[:1] or [f"code {done.returncode}"]))
@@ -141,7 +144,7 @@ def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def _call_all(path: Path) -> None:
-    """On two images of 4 x 4 pixels, 112 channels, all zero."""
+    """On two images of 4 x 4 pixels, 112 channels, and on numbers that fill no block; all zero."""
     found = loaded(path)
     rows, channels = 32, 112
     room = [(ctypes.c_float * (rows * channels))() for _ in range(16)]
@@ -150,6 +153,10 @@ def _call_all(path: Path) -> None:
     found.unapply(*room[:3], rows, channels, *room[3:8], 1, 0.0, *room[8:14])
     found.apply_pooled(room[0], 2, 4, 4, channels, *room[1:6])
     found.unapply_pooled(*room[:4], 2, 4, 4, channels, *room[4:12])
+    models, size = 6, rows * channels - 1
+    places = (ctypes.c_void_p * models)(*map(ctypes.addressof, room[:models]))
+    found.weighted_sum(places, (ctypes.c_double * models)(), models, size, room[models])
+    found.squared_distance(room[0], room[1], size, (ctypes.c_double * 1)())
 
 
 if __name__ == "__main__":

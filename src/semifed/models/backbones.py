@@ -131,6 +131,9 @@ class DenseCNN(Convolutional):
         """Features [n, features] of images [n, channels, h, w]."""
         first, second = self.convs
         maps = F.max_pool2d(second(F.relu(first(maps), inplace=True)), 2)
+        if maps.requires_grad and maps.is_contiguous(memory_format=torch.channels_last):
+            # Rows hand their gradient back in the other layout, and for that the pool would copy its large map twice.
+            maps.register_hook(lambda gradient: gradient.contiguous(memory_format=torch.channels_last))
         # ReLU commutes with the maximum, and after maps have become rows its gradient need not mix two layouts.
         return F.relu(self.hidden(F.relu(maps.flatten(1), inplace=True)), inplace=True)
 
