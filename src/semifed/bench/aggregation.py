@@ -4,16 +4,21 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from semifed.aggregate import shares, weighted_mean
 from semifed.bench.measuring import Cell, Table, ratio, spread, take_turns
-from semifed.wire import Weights
+from semifed.kernels import averages
+from semifed.payloads import Up
+from semifed.robust import absurd
+from semifed.wire import Weights, all_finite
 
 COHORT = 100
 # A CNN 32-64-128 whose first linear layer holds most of the weights, as it usually does: 1.5 million in all.
@@ -31,6 +36,12 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 )
 
 Aggregate = Callable[[Sequence[Weights], Tensor], Weights]
+
+
+def mean_by_pytorch(models: Sequence[Weights], weight: Tensor) -> Weights:
+    """semifed's where there is no C compiler."""
+    with patch.object(averages, "weighted_sum", return_value=None):
+        return weighted_mean(models, weight)
 
 
 def stacked_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
@@ -54,16 +65,23 @@ def running_mean(models: Sequence[Weights], weight: Tensor) -> Weights:
 
 WAYS: Mapping[str, Aggregate] = {
     "semifed": weighted_mean,
+    "semifed without its kernels": mean_by_pytorch,
     "torch.stack, weighted sum": stacked_mean,
     "running sum in float32": running_mean,
 }
 
 
 def aggregation_cost(turns: int, cohort: int = COHORT, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Table]:
-    """Seconds, extra memory and error of the mean of a cohort."""
+    """What the mean of a cohort costs, and what it costs to look at each of its models before."""
     torch.set_num_threads(1)
     models, weight = cohort_of(cohort, shapes)
-    seconds = take_turns({name: _timed(way, models, weight) for name, way in WAYS.items()}, turns)
+    return [_of_means(turns, models, weight, shapes), _of_checks(turns, models)]
+
+
+def _of_means(turns: int, models: Sequence[Weights], weight: Tensor, shapes: Sequence[tuple[int, ...]]) -> Table:
+    """Seconds, extra memory and error."""
+    cohort = len(models)
+    seconds = take_turns({name: _timed(partial(way, models, weight)) for name, way in WAYS.items()}, turns)
     error = {name: _largest_error(way(models, weight), models, weight) for name, way in WAYS.items()}
     memory = {name: extra_memory(name, cohort, shapes) for name in WAYS}
     held = sum(tensor.nbytes for model in models for tensor in model.values())
@@ -78,25 +96,52 @@ def aggregation_cost(turns: int, cohort: int = COHORT, shapes: Sequence[tuple[in
         )
         for name in WAYS
     ]
-    return [
-        Table(
-            "aggregation",
-            "Aggregation",
-            f"The weighted mean of {cohort} models of {parameters:,} float32 parameters each,"
-            f" {_megabytes(held):.0f} MB in all, on one core.",
-            ("way", "seconds", "times semifed's", "memory beside the models", "largest error"),
-            rows,
-            {
-                "cohort": cohort,
-                "parameters": parameters,
-                "bytes_held": held,
-                "seconds": seconds,
-                "extra_bytes": memory,
-                "largest_error": error,
-            },
-            ("semifed adds in float64, so that the mean of equal models is that model, bit for bit.",),
-        )
-    ]
+    return Table(
+        "aggregation",
+        "Aggregation",
+        f"The weighted mean of {cohort} models of {parameters:,} float32 parameters each,"
+        f" {_megabytes(held):.0f} MB in all, on one core.",
+        ("way", "seconds", "times semifed's", "memory beside the models", "largest error"),
+        rows,
+        {
+            "cohort": cohort,
+            "parameters": parameters,
+            "bytes_held": held,
+            "seconds": seconds,
+            "extra_bytes": memory,
+            "largest_error": error,
+        },
+        (
+            "semifed adds in float64, so that the mean of equal models is that model, bit for bit; its kernels give "
+            "PyTorch's bits.",
+        ),
+    )
+
+
+def _of_checks(turns: int, models: Sequence[Weights]) -> Table:
+    """Seconds before a mean."""
+    received = {name: torch.zeros_like(tensor) for name, tensor in models[0].items()}
+    updates = [Up(model, torch.tensor(1.0)) for model in models]
+
+    def sizes_by_pytorch() -> None:
+        with patch.object(averages, "squared_distance", return_value=None):
+            absurd(updates, received)
+
+    ways: dict[str, Callable[[], object]] = {
+        "is every number one": lambda: [all_finite(model.values()) for model in models],
+        "is no change beyond belief": lambda: absurd(updates, received),
+        "the same without kernels": sizes_by_pytorch,
+    }
+    seconds = take_turns({name: _timed(way) for name, way in ways.items()}, turns)
+    return Table(
+        "aggregation: checks",
+        "Checks before aggregation",
+        f"What the server asks about the same {len(models)} models, on one core.",
+        ("question", "seconds"),
+        [(name, spread(taken).shown(3)) for name, taken in seconds.items()],
+        {"seconds": seconds},
+        (),
+    )
 
 
 def cohort_of(count: int, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Weights], Tensor]:
@@ -152,10 +197,10 @@ def peak_memory_below() -> int | None:
     return sum(peak_memory(process) or 0 for process in below - {os.getpid()})
 
 
-def _timed(way: Aggregate, models: Sequence[Weights], weight: Tensor) -> Callable[[], float]:
+def _timed(work: Callable[[], object]) -> Callable[[], float]:
     def seconds() -> float:
         started = perf_counter()
-        way(models, weight)
+        work()
         return perf_counter() - started
 
     return seconds
