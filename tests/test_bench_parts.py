@@ -129,8 +129,10 @@ def test_kornia_takes_part_where_it_is_installed(tmp_path: Path, monkeypatch: py
 
 
 def test_all_ways_give_the_same_mean() -> None:
-    models, weight = cohort_of(7, SMALL)
+    models, weight = cohort_of(7, (*SMALL, (200, 200)))
     expected = weighted_mean(models, weight)
+    without = aggregation.mean_by_pytorch(models, weight)
+    assert all(torch.equal(expected[name], without[name]) for name in expected)
     for way in aggregation.WAYS.values():
         found = way(models, weight)
         assert found.keys() == expected.keys()

@@ -1,6 +1,7 @@
 """Sums over models by compiled kernels: PyTorch's bits, and PyTorch itself wherever they cannot be."""
 
 import math
+import platform
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,7 @@ from semifed.robust import absurd, change_norms
 from semifed.wire import SMALL
 from sources import changed_sources
 
+on_intel = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no such vectors")
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, library.COMPILERS)), reason="there is no C compiler, so there are no kernels"
 )
@@ -37,19 +39,27 @@ def off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(
     count=st.integers(1, 11),
-    size=st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 2056, 4096, 5003])),
-    exponent=st.integers(-30, 30),
+    size=st.one_of(st.integers(0, 40), st.sampled_from([8191, 8192, 8193, 8200, 16384, 20003])),
+    exponent=st.integers(-44, 38),
+    odd=st.lists(st.sampled_from([0.0, -0.0, 1e-45, 3e38, math.inf, -math.inf]), max_size=6),
     seed=st.integers(0, 1000),
 )
-def test_a_weighted_sum_has_numpy_s_bits(count: int, size: int, exponent: int, seed: int) -> None:
+def test_a_weighted_sum_has_numpy_s_bits(count: int, size: int, exponent: int, odd: list[float], seed: int) -> None:
     tensors = drawn(count, size, seed, 10.0**exponent)
+    for place, number in enumerate(odd[:size]):
+        tensors[place % count][-1 - place] = number
     share = np.random.default_rng(seed).dirichlet(np.ones(count)).tolist()
-    total = tensors[0].numpy().astype(np.float64) * share[0]
-    for tensor, factor in zip(tensors[1:], share[1:], strict=True):
-        total = total + tensor.numpy().astype(np.float64) * factor
+    share[seed % count] *= seed % 3  # nothing at times
+    with np.errstate(all="ignore"):
+        total = tensors[0].numpy().astype(np.float64) * share[0]
+        for tensor, factor in zip(tensors[1:], share[1:], strict=True):
+            total = total + tensor.numpy().astype(np.float64) * factor
+        expected = total.astype(np.float32)
     found = averages.weighted_sum(tensors, share)
     assert found is not None
-    np.testing.assert_array_equal(found.numpy(), total.astype(np.float32))
+    there = ~np.isnan(expected)  # what is no number has many names
+    np.testing.assert_array_equal(found.numpy().view(np.int32)[there], expected.view(np.int32)[there])
+    assert np.isnan(found.numpy()[~there]).all()
 
 
 def test_what_tells_contracted_products() -> None:
@@ -58,25 +68,36 @@ def test_what_tells_contracted_products() -> None:
     assert averages._exact()
 
 
-CONTRACTED = {
-    "sum = first && model == 0 ? term : sum + term;": """if (first && model == 0) sum = term;
-        else for (int lane = 0; lane < LANES; lane++)
-            sum[lane] = __builtin_fma(tensors[model][start + i + lane], shares[model], sum[lane]);""",
-    "one += product_of_one(tensors[model][i], shares[model]);": (
-        "one = __builtin_fma(tensors[model][i], shares[model], one);"
-    ),
-}
+VECTORS = "sum = first && model == 0 ? term : sum + term;"
+REST = "one += product_of_one(tensors[model][i], shares[model]);"
+LANE_BY_LANE = """if (first || {unless}) sum = first && model == 0 ? term : sum + term;
+            else for (int lane = 0; lane < LANES; lane++)
+                sum[lane] = __builtin_fma(tensors[model][start + i + lane], shares[model], sum[lane]);"""
 
 
-@pytest.mark.parametrize("line", CONTRACTED)
-def test_contracted_products_are_not_used(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("vectors", [(), pytest.param(("-mno-avx512f",), marks=on_intel), ("-O1",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("line", "contracted"),
+    [
+        pytest.param(VECTORS, LANE_BY_LANE.format(unless="models > 1"), id="models one by one"),
+        pytest.param(VECTORS, LANE_BY_LANE.format(unless="models == 1"), id="models together"),
+        pytest.param(
+            REST, "one = __builtin_fma(tensors[model][i], shares[model], one);", id="numbers that fill no block"
+        ),
+    ],
+)
+def test_contracted_products_are_not_used(
+    line: str, contracted: str, vectors: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made = tmp_path / "other.so"
-    monkeypatch.setattr(library, "SOURCES", changed_sources(tmp_path, line, CONTRACTED[line]))
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, *vectors))
+    monkeypatch.setattr(library, "SOURCES", changed_sources(tmp_path, line, contracted))
     library._compile(library._compiler(), made)
     monkeypatch.setattr(averages, "library", lambda: library.loaded(made))
     averages._exact.cache_clear()
     try:
         assert not averages._exact()
+        assert averages.who_adds() == "PyTorch's kernels (ours round otherwise)"
         assert averages.weighted_sum(drawn(2, 10, 0), [0.5, 0.5]) is None
     finally:
         averages._exact.cache_clear()
@@ -110,6 +131,8 @@ def test_no_number_stays_none() -> None:
         pytest.param([torch.randn(4, 6), torch.randn(6, 4).T], id="another layout"),
         pytest.param([torch.randn(4), torch.randn(5)], id="other shapes"),
         pytest.param([torch.randn(4), torch.randn(4).double()], id="mixed"),
+        pytest.param([torch.randn(4), torch._neg_view(torch.randn(4))], id="another sign than in memory"),
+        pytest.param([torch.randn(4), torch.randn(4, requires_grad=True)], id="with a gradient"),
     ],
 )
 def test_other_tensors_are_pytorch_s(tensors: list[Tensor]) -> None:
@@ -125,8 +148,8 @@ def test_as_many_shares_as_tensors() -> None:
 # ------------------------------------------------------------------------------------- where they are used
 
 
-def cohort(count: int) -> list[Up]:
-    """Models with small and large tensors, of another layout too, and a counter."""
+def cohort(count: int, *, counts: bool = True) -> list[Up]:
+    """Models with small and large tensors, of another layout too, and a counter, with which sums are in float64."""
     generator = torch.Generator().manual_seed(count)
     return [
         Up(
@@ -134,7 +157,7 @@ def cohort(count: int) -> list[Up]:
                 "conv": torch.randn(8, 3, 3, 3, generator=generator),
                 "hidden": torch.randn(200, 301, generator=generator),
                 "turned": torch.randn(190, 211, generator=generator).T,
-                "counter": torch.tensor(number),
+                **({"counter": torch.tensor(number)} if counts else {}),
             },
             torch.tensor(1.0 + number),
         )
@@ -162,8 +185,9 @@ def test_the_mean_of_models_has_the_same_bits_without_them(monkeypatch: pytest.M
     assert asked == [(200, 301)]
 
 
-def test_rough_sizes_are_exact_ones_nearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    updates = cohort(4)
+@pytest.mark.parametrize("counts", [False, True])
+def test_rough_sizes_are_exact_ones_nearly(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = cohort(4, counts=counts)
     received = {name: torch.zeros_like(tensor) for name, tensor in updates[0].weights.items()}
     expected = [math.sqrt(sum(float(part.double().square().sum()) for part in one.weights.values())) for one in updates]
     np.testing.assert_allclose(change_norms(updates, received, exact=False), expected, rtol=1e-6)
@@ -172,10 +196,13 @@ def test_rough_sizes_are_exact_ones_nearly(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_allclose(change_norms(updates, received), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("part", ["conv", "hidden", "turned"])
 @pytest.mark.parametrize("factor", [99.0, 101.0, 1e18, 1e30])
-def test_an_absurd_part_is_found_wherever_it_is(part: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    received = {name: torch.zeros_like(tensor) for name, tensor in cohort(1)[0].weights.items()}
+def test_an_absurd_part_is_found_wherever_it_is(
+    counts: bool, part: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = {name: torch.zeros_like(tensor) for name, tensor in cohort(1, counts=counts)[0].weights.items()}
     usual = {name: torch.zeros_like(tensor) for name, tensor in received.items()}
     usual[part] = usual[part].clone()
     usual[part][0, 0] = 1.0

@@ -360,7 +360,7 @@ def test_other_finishes_are_pytorch_s(finish: Finish, by_kernels: Passes) -> Non
 def test_several_threads_add_up_otherwise(by_kernels: Passes) -> None:
     torch.set_num_threads(2)
     try:
-        assert normalise.who_computes().startswith("PyTorch's kernels (")
+        assert normalise.who_normalises().startswith("PyTorch's kernels (")
         BatchNorm(16)(channels_last(torch.randn(2, 16, 4, 4)), RELU)
     finally:
         torch.set_num_threads(1)

@@ -65,8 +65,8 @@ def refuse_idle(steps: Iterable[Step], clients: int) -> None:
 def change_norms(updates: Sequence[Any], received: Weights, *, exact: bool = True) -> Tensor:
     """How far each update is from what the clients received: the norm over all weights, [updates].
 
-    Without being `exact`, squares of large tensors are added up by kernels, or in the weights' own precision: five
-    digits or so, infinity beyond 1e19.
+    Without being `exact`, squares are added up by kernels where tensors are large, else in the weights' own precision:
+    five digits or so of sizes between 1e-20 and 1e19, nothing below and infinity beyond.
     """
     start: dict[tuple[str, ...], Tensor] = {}
     precision = torch.float64 if exact else None

@@ -16,7 +16,8 @@ import torch
 
 import semifed
 from semifed.engines.local import available_cores
-from semifed.kernels import who_computes
+from semifed.kernels import who_normalises
+from semifed.kernels.averages import who_adds
 from semifed.process import processor
 from semifed.rundir import git_revision
 
@@ -86,7 +87,8 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "batch norm": who_computes(),
+        "batch norm": who_normalises(),
+        "means": who_adds(),
         "semifed": semifed.__version__,
         "revision": git_revision(),
         **{name: found for name in ("flwr", "ray", "pfl", "kornia", "pillow") if (found := _version(name))},

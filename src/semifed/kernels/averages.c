@@ -15,8 +15,8 @@
 #else
 #define LANES 2
 #endif
-#define BLOCK 2048   /* numbers whose totals are held: 16 KB */
-#define TOGETHER 4   /* models that are added while a total is in a register */
+#define BLOCK 8192 /* numbers whose totals are held: 64 KB; models in files are read by pieces of half of that */
+#define TOGETHER 4 /* models that are added while a total is in a register */
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -28,12 +28,11 @@
 #endif
 
 typedef double doubles __attribute__((vector_size(8 * LANES)));
-typedef float floats __attribute__((vector_size(4 * LANES)));
 
 INLINE doubles widened(const float *from) {
-    floats value;
-    memcpy(&value, from, sizeof value);
-    return __builtin_convertvector(value, doubles);
+    doubles value;
+    for (int lane = 0; lane < LANES; lane++) value[lane] = from[lane]; /* GCC takes __builtin_convertvector apart */
+    return value;
 }
 
 /* A product that the compiler may not contract with a sum. */

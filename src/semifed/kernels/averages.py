@@ -25,6 +25,13 @@ def squared_distance(one: Tensor, other: Tensor) -> float | None:
     return square.value
 
 
+def who_adds() -> str:
+    """Whose kernels make means of models on this machine, and why not ours if it is not they."""
+    if isinstance(found := library(), Unavailable):
+        return f"PyTorch's kernels ({found})"
+    return "own kernels" if _exact() else "PyTorch's kernels (ours round otherwise)"
+
+
 def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     found = library()
     assert not isinstance(found, Unavailable), "asked for only where they are"
@@ -39,22 +46,28 @@ def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
     """Whether they are numbers one after the other in memory, as many of each: what the kernels read."""
-    shape = tensors[0].shape
-    return all(
-        one.dtype == torch.float32 and one.device.type == "cpu" and one.is_contiguous() and one.shape == shape
-        for one in tensors
-    )
+    return all(_plain(one) and one.shape == tensors[0].shape for one in tensors)
+
+
+def _plain(one: Tensor) -> bool:
+    as_it_lies = one.is_contiguous() and not one.is_neg() and not one.requires_grad
+    return as_it_lies and one.dtype == torch.float32 and one.device.type == "cpu"
 
 
 @cache
 def _exact() -> bool:
     """Whether there are kernels here that round every product: a compiler might contract some with sums all the same.
 
-    A product that its rounded self was taken from before leaves nothing then, and its own rounding error otherwise.
+    A product that its rounded self was taken from just before leaves nothing then, and its rounding error otherwise.
     """
     if isinstance(library(), Unavailable):
         return False
-    minus_one, tenth = torch.full((2500,), -1.0), torch.full((2500,), 0.1)
+    zeros, minus_one, tenth = (torch.full((2501,), value) for value in (0.0, -1.0, 0.1))  # they fill no block
     third = 1 / 3
-    tensors, shares = [minus_one, tenth] * 4, [float(tenth[0]) * third, third] * 4
-    return not bool(_weighted_sum(tensors, shares).any())
+    for place in range(1, 6):  # wherever a model stands, it may be added by other lines of the kernel
+        tensors, shares = [zeros] * 6, [1.0] * 6
+        tensors[place - 1 : place + 1] = minus_one, tenth
+        shares[place - 1 : place + 1] = float(tenth[0]) * third, third
+        if bool(_weighted_sum(tensors, shares).any()):
+            return False
+    return True

@@ -1,6 +1,6 @@
 """The compiled kernels: built once for this processor by the C compiler that is there, kept, and tried before use.
 
-Nothing depends on them but speed. Where there is no compiler, where the processor does not let their instructions
+No result depends on them but speed. Where there is no compiler, where the processor does not let their instructions
 through, or with SEMIFED_KERNELS=off, PyTorch's own kernels compute the same bits.
 """
 

@@ -75,7 +75,7 @@ def normalised_by(
     return _applied(x, *_terms(mean, var, scale), finish, plus)[0]
 
 
-def who_computes() -> str:
+def who_normalises() -> str:
     """Whose kernels normalise on this machine, and why not ours if it is not they."""
     if isinstance(found := library(), Unavailable):
         return f"PyTorch's kernels ({found})"
