@@ -71,7 +71,9 @@ def test_a_misspelt_beginning_of_recipes(capsys: pytest.CaptureFixture[str]) -> 
     outcome = semifed(capsys, "list", "recipes", "sage/tabel3")
     assert outcome == Outcome(2, "", "error: list: no recipe starts with 'sage/tabel3'; did you mean 'sage/table3'?\n")
     outcome = semifed(capsys, "list", "models", "sage")
-    assert outcome == Outcome(2, "", "error: list: only recipes can be listed by how they start, not models\n")
+    assert outcome == Outcome(
+        2, "", "error: list: models are listed all at once; 'sage' goes with methods, recipes and keys\n"
+    )
 
 
 def test_a_misspelt_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,8 +171,13 @@ def partition(
 
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="methods|datasets|models|recipes")],
-    start: Annotated[str, typer.Argument(metavar="[START]", help="Recipes whose names start so, each of them.")] = "",
+    what: Annotated[str, typer.Argument(metavar="methods|datasets|models|recipes|keys")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME]", help="Options of this method; recipes whose names start so; keys of this table."
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     data: Annotated[str | None, typer.Option(help="Where to look for data sets.")] = None,
 ) -> None:
@@ -180,20 +185,21 @@ def list_(
     from semifed import listing
 
     tables: dict[str, Callable[[], listing.Rows]] = {
-        "methods": listing.methods,
+        "methods": lambda: listing.methods(name),
         "datasets": lambda: listing.datasets(data),
         "models": listing.models,
-        "recipes": lambda: listing.recipes(start),
+        "recipes": lambda: listing.recipes(name),
+        "keys": lambda: listing.keys(name),
     }
     if what not in tables:
         raise UserError(f"list: there are no {what!r}; {nearest(what, tables)}")
-    if start and what != "recipes":
-        raise UserError(f"list: only recipes can be listed by how they start, not {what}")
+    if name and what in ("datasets", "models"):
+        raise UserError(f"list: {what} are listed all at once; '{name}' goes with methods, recipes and keys")
     rows = tables[what]()
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    if what == "recipes" and not start:
+    if what == "recipes" and not name:
         rows = listing.folded(rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in rows[0]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from semifed.errors import UserError, nearest
+from semifed.options import Option, options_of, tables_of
 from semifed.recipe_file import recipe_names, recipe_tables, recipe_text
 
 # Methods, data sets and networks are imported where they are listed: recipes are told without loading PyTorch.
@@ -13,10 +14,12 @@ Rows = list[dict[str, str]]
 PLACEMENTS = ("server", "clients", "some-clients")
 
 
-def methods() -> Rows:
-    """Every method: what it is and where the labels may be."""
+def methods(name: str = "") -> Rows:
+    """Every method: what it is and where the labels may be; or the options of one."""
     from semifed.methods import method_class, method_names
 
+    if name:
+        return _rows(options_of(method_class(name)), "method.") or [{"name": "none", "what": f"{name} has no options"}]
     rows = []
     for name in method_names():
         kind = method_class(name)
@@ -24,6 +27,22 @@ def methods() -> Rows:
         options = ", ".join(field.name for field in fields(kind)) or "none"
         rows.append({"name": name, "what": kind.title, "labels at": labels, "options": options})
     return rows
+
+
+def keys(table: str = "") -> Rows:
+    """Every key of a recipe, or those of one of its tables; a method's are its own."""
+    from semifed.recipe import Recipe
+
+    tables = tables_of(Recipe)
+    if table and table not in tables:
+        raise UserError(f"list: a recipe has no table '{table}'; {nearest(table, tables)}")
+    own = [] if table else _rows([one for one in options_of(Recipe) if one.name != "method"], "")
+    inner = [row for name, kind in tables.items() if table in ("", name) for row in _rows(options_of(kind), f"{name}.")]
+    return own + inner
+
+
+def _rows(options: list[Option], prefix: str) -> Rows:
+    return [{**one._asdict(), "name": prefix + one.name} for one in options]
 
 
 def datasets(data: str | None) -> Rows:

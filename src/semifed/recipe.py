@@ -58,17 +58,17 @@ class Table(BaseModel):
 class ScenarioTable(Table):
     """Where the labels are, which classes there are, how the data is spread."""
 
-    labels: Literal["server", "clients", "some-clients"] = "clients"
-    classes: Literal["known", "open", "novel"] = "known"
+    labels: Literal["server", "clients", "some-clients"] = "clients"  # where they are
+    classes: Literal["known", "open", "novel"] = "known"  # unlabelled ones; open: to be rejected, novel: to be found
     clients: Annotated[Whole, Field(ge=1, le=MOST_CLIENTS)] = 20
-    partition: Text = "iid"
-    alpha: Positive | None = None
-    labelled_per_class: AtLeastOne | None = None
-    labelled_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    labelled_clients: AtLeastOne | None = None
-    known: tuple[Count, ...] | None = None
-    known_count: AtLeastOne | None = None
-    subset: AtLeastOne | None = None
+    partition: Text = "iid"  # iid, dirichlet, paired, balanced-dirichlet, shards; folders: as the data say
+    alpha: Positive | None = None  # small is skewed; of shards: how many a client has; iid and folders need none
+    labelled_per_class: AtLeastOne | None = None  # over all data; at clients these are among the unlabelled too (SAGE)
+    labelled_fraction: Annotated[float, Field(gt=0, le=1)] | None = None  # of each client's known images (FedLPA)
+    labelled_clients: AtLeastOne | None = None  # so many hold labels of all their known images, the others none
+    known: tuple[Count, ...] | None = None  # numbers of the known classes; without it and the next all are
+    known_count: AtLeastOne | None = None  # the first so many
+    subset: AtLeastOne | None = None  # training images, every class in proportion; without it all
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the known images, kept at the server
 
     @model_validator(mode="after")
@@ -107,17 +107,19 @@ class ScenarioTable(Table):
 class ModelTable(Table):
     """The network."""
 
-    name: Text = "cnn"
+    name: Text = "cnn"  # semifed list models
     width: (
         Annotated[float, Field(gt=0, le=WIDEST / 128, allow_inf_nan=False)]
         | tuple[Annotated[Whole, Field(ge=1, le=WIDEST)], ...]
         | None
-    ) = None
-    head: Annotated[Text, AfterValidator(_not_too_wide)] = "linear"
+    ) = None  # of a network trained from scratch
+    head: Annotated[Text, AfterValidator(_not_too_wide)] = "linear"  # or mlpN(hidden), cosine(temperature)
     weights: Text | None = None  # of a pretrained network: a word of its own, or where they lie
     input_size: Annotated[Whole, Field(ge=1, le=LARGEST_SIDE)] | None = None  # pixels it scales images to
     trainable: Literal["all", "last", "none"] | None = None  # what of it learns
-    batchnorm: Literal["auto", "static", "tracked", "local"] = "auto"
+    batchnorm: Literal["auto", "static", "tracked", "local"] = (
+        "auto"  # auto: static if the server has labels, or tracked
+    )
     precision: Literal["float32", "bfloat16"] = "float32"  # of what training steps compute; weights are float32
     heads: Mapping[str, Annotated[Text, AfterValidator(_not_too_wide)]] = {}  # sizes of heads a method asks for
 
@@ -125,25 +127,25 @@ class ModelTable(Table):
 class ViewsTable(Table):
     """What networks see of an image: steps of weak and strong augmentation."""
 
-    weak: Text = "flip crop(4)"
-    strong: Text = "flip crop(4) randaugment(2,10) cutout(16)"
+    weak: Text = "flip crop(4)"  # steps: flip, crop(pixels), randaugment(operations, strength), cutout(pixels); or none
+    strong: Text = "flip crop(4) randaugment(2,10) cutout(16)"  # the same
 
 
 class LocalTable(Table):
     """Training at a client within a round."""
 
-    epochs: AtLeastOne | None = None
-    steps: AtLeastOne | None = None
+    epochs: AtLeastOne | None = None  # over unlabelled images, or labelled ones if no others are used; 1 without steps
+    steps: AtLeastOne | None = None  # of the optimiser, in place of epochs
     batch: BatchSize = 32
-    unlabelled_ratio: AtLeastOne = 1
+    unlabelled_ratio: AtLeastOne = 1  # unlabelled images for each labelled one of a batch
     lr: Positive = 0.03
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     nesterov: bool = False
     weight_decay: NotNegative = 0.0
     weight_decay_on: Literal["all", "matrices"] = "all"  # matrices: neither on biases nor on what norms learn
-    clip: Positive | None = None
-    schedule: Text = "constant"
-    keep_optimizer: bool = False
+    clip: Positive | None = None  # largest norm of a step's gradient
+    schedule: Text = "constant"  # of the rates over rounds: constant, cosine(last share), hold(n) cosine(last share)
+    keep_optimizer: bool = False  # a client's momentum stays from its last round
 
     @model_validator(mode="after")
     def _consistent(self) -> "LocalTable":
@@ -158,18 +160,18 @@ class LocalTable(Table):
 class ServerTable(Table):
     """Training at the server, where it holds labels."""
 
-    warmup_epochs: Count = 0
-    finetune_epochs: Count = 0
+    warmup_epochs: Count = 0  # over its labels before the first round
+    finetune_epochs: Count = 0  # over its labels after each round
     batch: BatchSize = 32
-    lr: Positive | None = None
+    lr: Positive | None = None  # without it local.lr
 
 
 class EvaluateTable(Table):
     """When and on what the model is tested."""
 
-    every: AtLeastOne = 1
-    unseen: tuple[Text, ...] = ()
-    accept: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    every: AtLeastOne = 1  # so many rounds, and after the last
+    unseen: tuple[Text, ...] = ()  # data sets, .npz files, gaussian, uniform or patch-shuffle, of no known class
+    accept: Annotated[float, Field(gt=0, lt=1)] = 0.95  # of known images, by the rejection threshold
     folds: Annotated[Whole, Field(ge=0, le=100)] = 5  # of the server's labels, held out in turn for the threshold
     discover: Literal["test", "unlabelled"] = "test"  # which images are grouped: test ones, or the clients' own
     discover_images: AtLeastOne = 5_000  # at most
@@ -186,7 +188,7 @@ class AttackTable(Table):
 class DefenceTable(Table):
     """What is done to updates before a method sees them."""
 
-    steps: Text = "none"
+    steps: Text = "none"  # clip(f), counts(f), median, trimmed(s), krum(s), multi-krum(s), in order
 
     @model_validator(mode="after")
     def _known(self) -> "DefenceTable":
@@ -200,7 +202,7 @@ class DefenceTable(Table):
 class PrivacyTable(Table):
     """Differential privacy of clients."""
 
-    mode: Literal["none", "central", "local"] = "none"
+    mode: Literal["none", "central", "local"] = "none"  # who adds the noise: the server or each client
     clip: Positive = 1.0  # largest norm of a client's change
     noise: NotNegative = 1.0  # standard deviation, in clips
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
@@ -209,10 +211,10 @@ class PrivacyTable(Table):
 class EngineTable(Table):
     """Where clients run: decides the speed, never the numbers, but for the last digits on a GPU."""
 
-    name: Literal["local", "flower"] = "local"
-    workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0
+    name: Literal["local", "flower"] = "local"  # this machine's processes, or Flower's simulation
+    workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0  # processes of one thread; 0: one a core
     device: Literal["cpu", "cuda"] = "cpu"
-    timeout: Positive | None = None
+    timeout: Positive | None = None  # seconds after which a client counts as failed
     graphs: bool = False  # replay the passes of training steps as CUDA graphs
     stems: Text | None = None  # directory where runs that draw the same views share what a frozen backbone says
 
@@ -238,12 +240,12 @@ class EngineTable(Table):
 class Recipe(Table):
     """One run, fully described."""
 
-    dataset: Text
-    data: Text | None = None
+    dataset: Text  # a name of semifed list datasets, an .npz, a folder of images, hub:NAME
+    data: Text | None = None  # folder where named data sets are looked for first
     rounds: AtLeastOne
     seed: Count = 0
-    clients_per_round: AtLeastOne | None = None
-    min_clients: Count = 1
+    clients_per_round: AtLeastOne | None = None  # without it all
+    min_clients: Count = 1  # answers without which a round fails, or waits over a network
     scenario: ScenarioTable
     model: ModelTable = ModelTable()
     views: ViewsTable = ViewsTable()

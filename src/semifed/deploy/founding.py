@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from PIL import Image
 from torch import Tensor
 
+from semifed import __version__
 from semifed.assembly import prepare_run
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.deploy.certificates import client_key, new_authority, private_pem, server_certificate
@@ -159,7 +160,8 @@ def _consortium(agreement: Agreement, keys: dict[str, str]) -> dict[str, object]
 def _recipe_facts(recipe: Recipe) -> dict[str, object]:
     at_server = recipe.scenario.labels == "server" or recipe.build_method().groups_by_labels()
     facts = {"method": recipe.method["name"], "rounds": recipe.rounds, "labels": recipe.scenario.labels}
-    return {**facts, "labelled_at_server": at_server, "extras": ",".join(_extras(recipe))}
+    to_install = {"version": __version__, "extras": ",".join(_extras(recipe))}
+    return {**facts, **to_install, "labelled_at_server": at_server}
 
 
 def _extras(recipe: Recipe) -> list[str]:

@@ -64,7 +64,7 @@ class CBAFed(Method[State, Sent, Reply, Given]):
     connect_every: PositiveInt = 5  # rounds between connections at the server
     persistence: Share = 0.5  # how much of the record stays in one
     local_connect_every: PositiveInt = 5  # epochs between connections at a client with labels
-    local_persistence: Share = 0.8
+    local_persistence: Share = 0.8  # how much of a client's record stays in one
     most_trust: AtLeastOne = 5.0  # equal shares a client may have, whatever it claims
     warmup: Share = 0.1  # of the rounds learn from labels alone, unless the server has trained on its own
 

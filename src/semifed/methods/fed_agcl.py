@@ -73,12 +73,12 @@ class FedAGCL(Method[Associated, Associated, Reply, Const]):
     no_meaning: ClassVar[Mapping[str, str]] = ONLY_NOVEL
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
 
-    unsupervised_share: Share = 0.65
-    supervised_temperature: Temperature = 0.05
-    unsupervised_temperature: Temperature = 0.07
+    unsupervised_share: Share = 0.65  # of the contrast without labels; the rest is that with labels
+    supervised_temperature: Temperature = 0.05  # of the contrast with labels
+    unsupervised_temperature: Temperature = 0.07  # of that without
     group_weight: NonNegative = 1.0  # of the contrast with local groups (GCL)
     shared_weight: NonNegative = 1.0  # with those of all clients; 0: GCL alone
-    margin: NonNegative = 0.3
+    margin: NonNegative = 0.3  # by which a point's distance to its own Gaussian is made larger
     most_groups: Annotated[int, Field(ge=1)] = 64  # the largest, that a client tells of
     novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 0  # classes, for k-means at the end, as FedAvg + GCD's
 

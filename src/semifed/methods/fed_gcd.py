@@ -37,11 +37,11 @@ class FedGCD(Method[Server, Down, Up]):
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
 
     unsupervised_share: Share = 0.65  # 1 - GCD's weight of the supervised contrast
-    supervised_temperature: Temperature = 0.07
-    unsupervised_temperature: Temperature = 1.0
+    supervised_temperature: Temperature = 0.07  # of the contrast with labels
+    unsupervised_temperature: Temperature = 1.0  # of that without
     # Classes beside the known ones: it cannot do without. 0: as many as the data have; "searched": by how well the
     # labelled ones are found.
-    novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 0
+    novel: Annotated[int, Field(ge=0)] | Literal["searched"] = 0  # classes, for k-means; 0: as many as the data have
 
     def train(self, net: Net, local: Local[Nothing, Nothing], course: Course) -> Fitted:
         fitted = course.follow(net, local.data, self.loss, local.const)

@@ -51,11 +51,11 @@ class FedSimGCD(Method[Server, Down, Up, Sharpening]):
     novel: Annotated[int, Field(ge=0)] = 0  # classes beside the known ones; 0: as many as the data have
     unsupervised_share: Share = 0.65  # lambda
     entropy_weight: NonNegative = 1.0  # epsilon: 1 on CIFAR-10, 4 on CIFAR-100, 2 on CUB
-    teacher_temperature: Temperature = 0.04
-    first_teacher_temperature: Temperature = 0.07
-    teacher_rounds: AtLeastOne = 30.0
-    supervised_temperature: Temperature = 0.07
-    unsupervised_temperature: Temperature = 1.0
+    teacher_temperature: Temperature = 0.04  # at the end
+    first_teacher_temperature: Temperature = 0.07  # in the first round
+    teacher_rounds: AtLeastOne = 30.0  # from the first to the last temperature
+    supervised_temperature: Temperature = 0.07  # of the contrast with labels
+    unsupervised_temperature: Temperature = 1.0  # of that without
 
     def needed_heads(self) -> Mapping[str, str]:
         return {**self.heads, "novel": f"cosine({self.novel})"}

@@ -56,7 +56,7 @@ class FedDB(Method[Moving, Down, Reply, Const]):
     title: ClassVar[str] = "pseudo-labels and average freed from the model's lean to some classes"
 
     threshold: Share = 0.95  # tau
-    unlabelled_weight: NonNegative = 1.0
+    unlabelled_weight: NonNegative = 1.0  # of the cross entropy with pseudo-labels
     prior_momentum: Share = 0.5  # of the prior within a round
     aggregation: Literal["official", "exact"] = "official"  # the released solver, or the minimiser it looks for
     most_weight: AtLeastOne = 5.0  # "exact" alone: no client counts more than this many times, or less than its inverse

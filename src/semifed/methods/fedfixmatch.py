@@ -33,7 +33,7 @@ class FedFixMatch(Method[Server, Down, Up, Labels]):
     title: ClassVar[str] = "FixMatch with labels at the server, pseudo-labels once a round"
 
     threshold: Share = 0.95  # tau
-    unlabelled_weight: NonNegative = 1.0
+    unlabelled_weight: NonNegative = 1.0  # lambda_u
 
     def prepare(
         self, net: Net, down: Down, data: ClientData, kept: Nothing | None, visit: Visit

@@ -67,18 +67,18 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     no_meaning: ClassVar[Mapping[str, str]] = ONLY_COSINES
     heads: ClassVar[Mapping[str, str]] = {"projection": PROJECTION}
 
-    warmup_rounds: Number = 20
+    warmup_rounds: Number = 20  # without concepts
     unsupervised_share: Share = 0.65  # lambda
     percentile: Annotated[float, Field(ge=0, le=100)] = 50.0  # P
     bandwidth: Share = 0.0  # of the density of confidences; 0: Scott's rule
     density: Literal["plain", "logit"] = "plain"  # of the confidences or of their logits
     refresh: Annotated[int, Field(ge=1)] = 1  # R, rounds
     prior_weight: NonNegative = 0.5  # epsilon
-    divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"
+    divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"  # of predictions and prior; kl_fwd: KL(prior | predictions)
     smoothing: NonNegative = 0.5  # delta
     prior: Literal["concepts", "uniform", "oracle"] = "concepts"  # uniform: SimGCD's assumption
-    concepts: Literal["found", "oracle"] = "found"
-    refine: Literal["clique", "reweight", "cut", "none"] = "clique"
+    concepts: Literal["found", "oracle"] = "found"  # oracle: the true classes, a bound
+    refine: Literal["clique", "reweight", "cut", "none"] = "clique"  # what identified images do to the graph
     partners: Number = 20  # links a node gains within its class, "clique" alone
     neighbours: Number = 0  # k at a client; 0: from the size of the labelled classes
     class_size: Literal["typical", "median"] = "typical"  # of a labelled image's class in the mean, or over classes
@@ -86,13 +86,13 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     final_neighbours: Number = 0  # k among the images that are grouped at the end; 0: by a rule
     least_similarity: Share = 0.5  # tau_f
     labelled_share: Share = 0.0  # of a class's images: the labelled ones tell its size; 0: the scenario's
-    outliers: Literal["nearest", "none"] = "nearest"
-    student_temperature: Temperature = 0.1
-    teacher_temperature: Temperature = 0.04
-    first_teacher_temperature: Temperature = 0.07
+    outliers: Literal["nearest", "none"] = "nearest"  # join the nearest concept, or none
+    student_temperature: Temperature = 0.1  # of the predictions that learn
+    teacher_temperature: Temperature = 0.04  # at the end
+    first_teacher_temperature: Temperature = 0.07  # in the first round of discovery
     teacher_rounds: AtLeastOne = 30.0  # from the first to the last temperature
-    supervised_temperature: Temperature = 0.07
-    unsupervised_temperature: Temperature = 1.0
+    supervised_temperature: Temperature = 0.07  # of the contrast with labels
+    unsupervised_temperature: Temperature = 1.0  # of that without
     inference: Literal["graph", "graph+labels"] = "graph"  # with the server's labelled images: FedLPA+
 
     def opens_classes(self) -> bool:

@@ -31,7 +31,7 @@ class FedSSBEMA(Method[Averaged, Down, Up, Gates]):
 
     threshold: Share = 0.95  # tau
     negative_threshold: Share = 0.99  # tau_neg
-    consistency_weight: NonNegative = 1.0
+    consistency_weight: NonNegative = 1.0  # of FixMatch's loss
     detector_weight: NonNegative = 1.0  # lambda_od, at the server and at clients
     entropy_weight: NonNegative = 0.1  # lambda_em
     socr_weight: NonNegative = 0.5  # lambda_SOCR

@@ -79,19 +79,19 @@ class OpenFL(Method[State, Sent, Reply, Const]):
     entropy_weight: NonNegative = 0.1  # lambda_em
     socr_weight: NonNegative = 0.5  # lambda_SOCR
     negative_weight: NonNegative = 1.0  # lambda_neg
-    strong_cross_entropy: bool = True
+    strong_cross_entropy: bool = True  # the server's, of strong views too
     align_weight: NonNegative = 0.5  # lambda_align
     align_after: Share = 0.1  # T_align as a share of all rounds
     temperature: Temperature = 0.5  # T
     ema: Share = 0.9  # alpha
     epsilon: Temperature = 0.1  # of eq. (2)
     most_trust: AtLeastOne = 5.0  # no client counts more than this many times, or less than its inverse
-    con_mask: Literal["dual", "conf"] = "dual"
-    align_view: Literal["strong", "weak", "both"] = "strong"
-    statistic: Literal["gated", "all", "all_pre"] = "gated"
+    con_mask: Literal["dual", "conf"] = "dual"  # of L_con: both gates, or confidence alone
+    align_view: Literal["strong", "weak", "both"] = "strong"  # which views are aligned
+    statistic: Literal["gated", "all", "all_pre"] = "gated"  # whose alignment losses count; all_pre: before training
     weighting: Literal["reliability", "uniform", "count"] = "reliability"  # "count" is FedAvg, by images
-    pivots_from: Literal["ema", "current"] = "ema"
-    ema_every: Literal["round", "epoch"] = "round"
+    pivots_from: Literal["ema", "current"] = "ema"  # the moving average, or the model in training
+    ema_every: Literal["round", "epoch"] = "round"  # when the average moves; epoch: of fine-tuning
     contrast_weight: NonNegative = 0.0  # extension: supervised contrast of projections where the labels are
 
     def setup(self, weights: Weights, site: ServerSite) -> State:

@@ -63,7 +63,7 @@ class ProxyFL(Method[Known, Known, Reply, Const]):
     projections: bool = True  # the heads; the paper: none
     tuning: Literal["on", "rescale", "off"] = "on"  # "rescale" takes the length of the tuned proxies alone
     tuning_steps: proxies.Count = 2000  # Q M C / b; this and the next four count unless tuning is off
-    tuning_lr: NonNegative = 0.005
+    tuning_lr: NonNegative = 0.005  # of SGD on the proxies
     tuning_batch: proxies.Count = 0  # b; the authors' 4 ends at the same proxies
     anchor: Literal["local", "global"] = "local"  # of eq. (2); the paper: global
     margin: bool = True  # the paper: none

@@ -28,7 +28,7 @@ class SAGE(Method[Server, Down, Up, Teacher]):
     collaborative: bool = True  # CPG, eq. (1): the received model's sure labels count where the local model is unsure
     # CDSC, eqs. (2)-(6): the gap mixes both labels where the local model is sure. A number is Fig. 5's constant lambda,
     # and 1 leaves the local label alone: without CDSC.
-    mixing: Literal["gap"] | Share = "gap"
+    mixing: Literal["gap"] | Share = "gap"  # CDSC, eq. (6): lambda from the gap of confidences, or a fixed one
     soft: bool = False  # Table 5: probabilities instead of one-hot labels
     statistics: Statistics = "averaged"  # by which the received model normalises; "batch": as the local one does
     weigh: Literal["images", "learnt"] = "images"  # a client counts by all it holds, or by what really taught it
