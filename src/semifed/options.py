@@ -84,7 +84,7 @@ def _is_table(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, BaseModel)
 
 
-def _defaults(kind: type) -> list[tuple[str, object]]:
+def _defaults(kind: type[Any]) -> list[tuple[str, object]]:
     if issubclass(kind, BaseModel):
         return [(name, field.default) for name, field in kind.model_fields.items()]
     return [(field.name, field.default) for field in dataclasses.fields(kind)]
