@@ -99,7 +99,7 @@ def test_plain_flower_does_the_work(either: Parts, monkeypatch: pytest.MonkeyPat
     from semifed.bench.plain_flower import flower_rounds
 
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
-    monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
+    monkeypatch.setattr("semifed.engines.flower_simulation.ray_started", lambda workers: nullcontext())
     assert_same_work(flower_rounds(either, 2, workers=1, naive=naive), 2, type(either.method))
 
 

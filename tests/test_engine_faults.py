@@ -22,7 +22,7 @@ from semifed import run
 from semifed.assembly import Parts, build_workplace, prepare_run, workplace_of
 from semifed.client_round import Reply, Workplace
 from semifed.data.client import ClientData
-from semifed.engines import pool
+from semifed.engines import pool, worker
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.fit import Fitted
@@ -326,6 +326,24 @@ def test_a_worker_that_dies_before_its_last_answer_is_unpacked_costs_nothing(mon
         assert len(lost) == 1
     finally:
         engine.close()
+
+
+def test_what_the_machine_lacks_is_told_without_a_traceback() -> None:
+    told = worker.Crash.of(UserError("3.0 MB do not fit")).error("client 3 failed")
+    assert (type(told), str(told)) == (UserError, "3.0 MB do not fit")
+    ours = worker.Crash.of(ValueError("no such axis")).error("client 3 failed")
+    assert isinstance(ours, RuntimeError)
+    assert str(ours).startswith("client 3 failed:\nValueError: no such axis")
+
+
+def test_too_little_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    parts = prepare_run(tiny(1))
+    with pytest.raises(UserError, match=r"MB do not fit .* No space left .* or use engine.workers=1$"):
+        LocalEngine(partial(unable_workplace, "raises"), parts.scenario, workers=2)
 
 
 @pytest.mark.parametrize(("how", "told"), [("raises", "no room for a network"), ("exits", "died while starting")])

@@ -252,6 +252,14 @@ def test_foreign_images_have_a_score_of_their_own() -> None:
     assert metrics["auroc_overall"] == pytest.approx((metrics["auroc_seen"] + unseen) / 2)
 
 
+def test_predictions_that_are_no_numbers_are_told() -> None:
+    recipe = toy_recipe("fixmatch-lpl", "server")
+    parts, place = toy_parts(recipe), build_workplace(recipe, (1, 8, 8), 3)
+    huge = {name: torch.full_like(tensor, 3e38) for name, tensor in place.net.state().items()}
+    with pytest.raises(UserError, match=r"^the model's predictions are no numbers: .* defence.steps bounds"):
+        Evaluator(parts.scenario, (), 0, None).test(parts.method, place.net, huge)
+
+
 def test_the_weights_under_test_are_loaded() -> None:
     recipe = toy_recipe("fixmatch-lpl", "server")
     parts = toy_parts(recipe)

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from semifed.assembly import Parts, assemble, prepare_run
 from semifed.client_round import Held, Reply
 from semifed.data.client import ClientData
 from semifed.engines import flower, flower_engine, letters
-from semifed.engines.flower import FlowerEngine, simulated_client
+from semifed.engines.flower import FlowerEngine
+from semifed.engines.flower_simulation import simulated_client
 from semifed.engines.letters import Letter, Setting, answer, order, reply_of
 from semifed.errors import ClientFailure, UserError
 from semifed.held import HeldStore
@@ -52,7 +55,7 @@ def rounds_of(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr.simulation.run_simulation", run_simulation)
-    monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
+    monkeypatch.setattr("semifed.engines.flower_simulation.ray_started", lambda workers: nullcontext())
 
 
 SOON = ("fedavg", KEEPS_STATE, "fedmatch")  # the others take their time
@@ -247,8 +250,12 @@ def test_odd_letters_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "told"),
     [
-        ({"steps": float("inf")}, "cannot convert float infinity to integer"),
-        ({"images": float("nan")}, "cannot convert float NaN to integer"),
+        ({"steps": float("inf")}, "it tells of counts that nobody has"),
+        ({"images": float("nan")}, "it tells of counts that nobody has"),
+        ({"steps": "9" * 400}, "it tells of counts that nobody has"),
+        ({"images": "9" * 400}, "it tells of counts that nobody has"),
+        ({"images": 10**12}, "it tells of counts that nobody has"),
+        ({"images": 1.79e308}, "it tells of counts that nobody has"),
         ({"terms": ["loss"] * 1000, "term_values": [0.0] * 1000}, "it tells of terms that no loss has"),
         ({"terms": ["l" * 1000], "term_values": [0.0]}, "it tells of terms that no loss has"),
     ],
@@ -419,11 +426,48 @@ def test_flowers_simulation_gives_the_same_numbers(tmp_path: Path) -> None:
     assert rounds_of(tmp_path / "local") == rounds_of(tmp_path / "flower")
 
 
+def test_the_server_app_of_a_simulation_that_ends_early_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def half(app: Any, client: Any, clients: int, **_: Any) -> None:
+        grid = LocalGrid(client, clients)
+        grid.silent = set(range(clients))  # the backend is gone, nobody answers any more
+        threads.append(threading.Thread(target=app, args=(grid, grid.contexts[grid.node_of(0)]), daemon=True))
+        threads[0].start()
+        while not grid.asked:
+            time.sleep(0.01)
+        raise RuntimeError("the backend fell over")
+
+    monkeypatch.setattr("flwr.simulation.run_simulation", half)
+    monkeypatch.setattr("semifed.engines.flower_simulation.ray_started", lambda workers: nullcontext())
+    with pytest.raises(UserError, match="Flower's simulation did not work: the backend fell over"):
+        run_of(recipe_of("fedavg"), tmp_path / "out")
+    threads[0].join(timeout=30)
+    assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize(("timeout", "least"), [(None, 7 * 24 * 3600), (100_000.0, 100_000)])
+def test_a_letter_lives_as_long_as_it_is_waited_for(timeout: float | None, least: float, tmp_path: Path) -> None:
+    here = World(tmp_path, timeout=timeout)
+    lives = []
+    original = here.grid.app
+
+    def noting(message: Any, context: Any) -> Any:
+        lives.append((message.metadata.message_type, message.metadata.ttl))
+        return original(message, context)
+
+    here.grid.app = noting
+    here.ask(1)
+    assert min(ttl for kind, ttl in lives if kind.startswith("train")) >= least
+
+
 def test_a_simulation_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("Ending simulation.") from RuntimeError("Ray timed out")
 
     monkeypatch.setattr("flwr.simulation.run_simulation", broken)
-    monkeypatch.setattr("semifed.engines.flower.ray_started", lambda workers: nullcontext())
+    monkeypatch.setattr("semifed.engines.flower_simulation.ray_started", lambda workers: nullcontext())
     with pytest.raises(UserError, match="Flower's simulation did not work: Ray timed out"):
         run_of(recipe_of("fedavg"), tmp_path / "out")

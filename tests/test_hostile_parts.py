@@ -13,9 +13,9 @@ from semifed.errors import ClientFailure
 from semifed.method import payload_types
 from semifed.methods import method_class
 from semifed.models.network import Output
-from semifed.replies import alike, checked, sizes_of
+from semifed.replies import alike, believable, checked, sizes_of
 from semifed.shapes import Asked, PerClass, Scalar, Shaped, misshapen
-from semifed.wire import from_arrays, to_arrays
+from semifed.wire import all_finite, from_arrays, to_arrays
 from toys import meaningful, place_of, site_of, toy_parts, toy_recipe
 
 TELLING = [
@@ -84,6 +84,50 @@ def test_no_shape_of_a_part_ends_a_round(method: str, labels: str) -> None:
             assert refused[-1] or "nothing" in told, f"{told} was believed"
         tried += 1
     assert tried >= 5
+
+
+@pytest.mark.parametrize("number", [3e38, 1e30, -1e30, 1e9])
+@pytest.mark.parametrize(
+    ("method", "labels"),
+    [pair if pair in SOON else pytest.param(*pair, marks=pytest.mark.slow) for pair in TELLING],
+)
+def test_no_number_in_a_part_ends_a_run(method: str, labels: str, number: float) -> None:
+    parts = toy_parts(toy_recipe(method, labels))
+    place, kind = place_of(parts), parts.method
+    engine = LocalEngine(partial(place_of, parts), parts.scenario, workers=1)
+    sizes = sizes_of(place.net(parts.scenario.views.plain(parts.scenario.dataset.x_test[:1])), kind)
+
+    def ask(down: Any, /, own: Callable[[int], Any] | None = None) -> Any:
+        letters = {} if own is None else {client: own(client) for client in range(3)}
+        answers = engine.ask(site.round, 0.05, range(3), down, letters)
+        assert all(isinstance(answer, Reply) for answer in answers), "honest clients cannot go on"
+        first, *others = (answer for answer in answers if isinstance(answer, Reply))
+        sent = [first._replace(up=exaggerated(first.up, number)), *others]
+        counted = believable(alike(checked(sent, down, place.net.trained_names(), sizes)), down)
+        assert all(isinstance(one, Reply) for one in counted[1:]), "an honest client was refused"
+        return [one.up for one in counted if isinstance(one, Reply)]
+
+    site = site_of(parts, 1)
+    server = kind.setup(place.net.state(), site)
+    for round_ in (1, 2, 3):
+        site = site_of(parts, round_)
+        server = kind.round(server, ask, site)
+        assert all_finite(to_arrays(server).values())
+
+
+def exaggerated(up: Any, number: float) -> Any:
+    """An update that claims a number far beyond belief for everything beside its weights and who it is."""
+    return from_arrays(
+        type(up),
+        {
+            name: array.new_full(array.shape, number) if _is_claim(name, array) else array
+            for name, array in to_arrays(up).items()
+        },
+    )
+
+
+def _is_claim(name: str, array: Tensor) -> bool:
+    return array.is_floating_point() and not name.startswith("weights/")
 
 
 def _further(up: Any) -> list[Tensor]:

@@ -58,6 +58,7 @@ def test_the_mean_in_loops_where_there_is_no_noise() -> None:
         np.testing.assert_allclose(flat(one.weights) - flat(RECEIVED), expected / 4, rtol=1e-5, atol=1e-7)
         assert int(one.weights["n"]) == 3
         assert float(one.samples) == 1.0
+        assert one.weights is found[0].weights  # not a copy for each of a large cohort
     assert private_mean([], RECEIVED, Privacy("central", 2.0, 0.0, 1e-5), cohort=4) == []
 
 

@@ -251,6 +251,19 @@ def test_ten_kills_at_random_moments(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_simulation_of_flowers_ends_when_told(number: signal.Signals, tmp_path: Path) -> None:
+    """Ray takes SIGTERM over, and Flower's server app waits in a thread that outlives the main one."""
+    recipe, out = long_recipe(tmp_path, 100_000), tmp_path / "run"
+    with started("run", recipe, "engine.name=flower", "--out", str(out), "-q", cwd=tmp_path) as running:
+        begins_rounds(running, out, 0)
+        running.send_signal(number)
+        _, told = running.communicate(timeout=60)
+    assert running.returncode == 128 + number
+    assert told == f"stopped; finished rounds are kept: go on with --resume --out {out}\n"
+
+
+@pytest.mark.slow
 def test_ctrl_c_and_sigterm_at_random_moments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rounds = 150
     recipe = long_recipe(tmp_path, rounds)

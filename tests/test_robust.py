@@ -153,6 +153,16 @@ def test_sizes_beyond_belief_are_refused() -> None:
     assert faults[:4] == [None] * 4
     assert "it changes the weights by 1e+04, most others by" in str(faults[4])
     assert absurd(updates[-2:], RECEIVED) == [None, None]  # of two nobody can tell
+    assert absurd([], RECEIVED) == []
+
+
+@pytest.mark.parametrize("size", [1e9, 1e25, 3e38])
+def test_sizes_that_no_training_has_are_refused_whoever_else_answers(size: float) -> None:
+    hostile, honest = update([size, 0, 0, 0]), random_updates(1)
+    told = f"it changes the weights by {size:.3g}, which no training does"
+    assert absurd([*honest, hostile], RECEIVED) == [None, told]
+    assert absurd([hostile], RECEIVED) == [told]
+    assert absurd([hostile] * 3, RECEIVED) == [told] * 3
 
 
 @given(
@@ -174,8 +184,9 @@ def test_a_rough_look_refuses_whom_exact_norms_refuse(exponents: list[int], idle
     norms = [np.sqrt(sum(float(x) ** 2 for part in one.weights.values() for x in part.flatten())) for one in updates]
     learnt = sorted(norms[idle:])
     usual = learnt[(len(learnt) - 1) // 2]
-    expected = [len(learnt) >= 3 and norm > 100 * usual > 0 for norm in norms]
+    expected = [(len(learnt) >= 3 and norm > 100 * usual > 0) or norm > 1e8 for norm in norms]
     near = any(abs(norm / (100 * usual) - 1) < 1e-4 for norm in norms if usual > 0)
+    near |= any(abs(norm / 1e8 - 1) < 1e-4 for norm in norms)
     assert near or [fault is not None for fault in absurd(updates, received)] == expected
 
 

@@ -173,6 +173,12 @@ def test_a_count_that_is_none_is_refused(samples: float | list[float], told: str
     assert told in fault
 
 
+def test_a_count_of_another_type_costs_its_sender_alone() -> None:
+    """Beside one other update nobody could say whose type is the odd one."""
+    fault = fault_of(Up(dict(LIKE), torch.tensor(3.0, dtype=torch.float64)), LIKE, list(LIKE))
+    assert fault == "'samples' is torch.float64, expected torch.float32"
+
+
 def test_a_refusal_is_short_whatever_was_sent() -> None:
     """It is stored with the round: a million numbers in it would leave the checkpoint no room."""
     fault = fault_of(Up(dict(LIKE), torch.zeros(1_000_000)), LIKE, list(LIKE))

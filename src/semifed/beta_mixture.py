@@ -65,8 +65,8 @@ def refitted(mixture: BetaMixture, labelled: Tensor, unlabelled: Tensor, prior: 
 
 def mean_mixture(mixtures: Sequence[BetaMixture]) -> BetaMixture:
     """The mean of the shapes, everyone the same; whatever was claimed, the result is within bounds."""
-    known, unknown = (torch.stack(shapes).double().mean(dim=0) for shapes in zip(*mixtures, strict=True))
-    return BetaMixture(_bounded(known), _bounded(unknown))
+    bounded = [[_bounded(shapes.double()) for shapes in mixture] for mixture in mixtures]
+    return BetaMixture(*(torch.stack(shapes).mean(dim=0) for shapes in zip(*bounded, strict=True)))
 
 
 def _density(scores: Tensor, shapes: Tensor) -> Tensor:

@@ -115,6 +115,11 @@ class Evaluator:
             return predictions(method, net, images, self._scenario.views.plain) if said is None else said
 
         known = said_of(self._known)
+        if not bool(known.logits.isfinite().all()):
+            raise UserError(
+                "the model's predictions are no numbers: what clients delivered, or the rate, is too large; the round "
+                "before is kept, and defence.steps bounds what a client can do"
+            )
         label = known.logits.argmax(dim=1)
         unseen = self._foreign if foreign else {}
         images = {"seen": self._seen_unknown, **unseen} if len(self._seen_unknown) else unseen

@@ -63,14 +63,14 @@ def private_mean(updates: Sequence[Any], received: Weights, privacy: Privacy, co
 
     Clients that failed count as no change, so that the number of those who answered tells nothing.
     """
-    changes = [clipped_change(one.weights, received, privacy.clip) for one in updates]
+    total: dict[str, Tensor] = {}
+    for one in updates:  # one change at a time: a cohort may be larger than memory
+        for name, part in clipped_change(one.weights, received, privacy.clip).items():
+            total[name] = total[name].add_(part) if name in total else part
     deviation = privacy.noise * privacy.clip / cohort
-    mean = {
-        name: sum((change[name] for change in changes), start=torch.zeros_like(part)) / cohort
-        + system_noise(deviation, part.shape)
-        for name, part in (changes[0].items() if changes else ())
-    }
-    return [one._replace(weights=_moved(one.weights, received, mean), samples=torch.ones(())) for one in updates]
+    mean = {name: part / cohort + system_noise(deviation, part.shape) for name, part in total.items()}
+    moved = _moved(updates[0].weights, received, mean) if updates else {}
+    return [one._replace(weights=moved, samples=torch.ones(())) for one in updates]
 
 
 def clipped_change(weights: Weights, received: Weights, most: float) -> dict[str, Tensor]:

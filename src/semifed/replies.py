@@ -1,14 +1,16 @@
 """Which replies of a round count; all others become failures of their clients, and cost nobody else anything."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from semifed.client_round import Reply
 from semifed.errors import ClientFailure, legible
 from semifed.models.network import Output
 from semifed.robust import absurd
 from semifed.shapes import Asked, misshapen
-from semifed.wire import fault_of, odd_ones_out
+from semifed.wire import Weights, fault_of, odd_ones_out
 
 Answers = list[Reply | ClientFailure]
 
@@ -40,9 +42,33 @@ def _checked(answer: Reply, down: Any, expected: Collection[str], sizes: Mapping
     return answer._replace(up=answer.up._replace(weights={name: answer.up.weights[name] for name in expected}))
 
 
+class _Measured(NamedTuple):
+    """All of an update that was sent out before, whatever else it is called beside weights."""
+
+    weights: Weights
+    samples: Tensor
+
+
 def believable(answers: Sequence[Reply | ClientFailure], down: Any) -> Answers:
     """Without those of an absurd size."""
-    return _without_faulty(answers, iter(absurd([one.up for one in answers if isinstance(one, Reply)], down.weights)))
+    received = _maps(down)
+    updates = [
+        _Measured({name: part for name, part in _maps(one.up).items() if name in received}, one.up.samples)
+        for one in answers
+        if isinstance(one, Reply)
+    ]
+    return _without_faulty(answers, iter(absurd(updates, received)))
+
+
+def _maps(payload: Any) -> Weights:
+    """The tensors of all maps in a payload, under the names of these maps and their own (FedMatch sends two)."""
+    found: Weights = {}
+    for name, part in payload._asdict().items():
+        if isinstance(part, dict):
+            found |= {f"{name}/{own}": tensor for own, tensor in part.items()}
+        elif hasattr(part, "_asdict"):
+            found |= _maps(part)
+    return found
 
 
 def alike(answers: Sequence[Reply | ClientFailure]) -> Answers:

@@ -18,6 +18,7 @@ from semifed.kernels import averages
 from semifed.wire import SMALL, Weights
 
 ABSURD = 100.0  # times the median change: no client that works as told gets there
+LARGEST_CHANGE = 1e8  # of all weights, whatever others do: networks have overflowed long before
 FEWEST = 3  # updates that a median says anything about
 
 
@@ -92,21 +93,24 @@ def _squares_by_kernels(weights: Weights, received: Weights) -> dict[str, float]
 def absurd(updates: Sequence[Any], received: Weights) -> list[str | None]:
     """For each update, why its size is beyond belief; None if it is not.
 
-    The measure is the median change of those who learnt anything; among fewer than three nobody can tell.
+    The measure is the median change of those who learnt anything; among fewer than three nobody can tell more than that
+    no training goes so far.
     """
     learnt = torch.tensor([float(one.samples) > 0 for one in updates], dtype=torch.bool)
-    if int(learnt.sum()) < FEWEST:
-        return [None] * len(updates)
+    comparable = int(learnt.sum()) >= FEWEST
     rough = change_norms(updates, received, exact=False)
-    clear = ABSURD / 2 * float(rough[learnt].median())
-    if 0 < clear < math.inf and bool((rough <= clear).all()):  # as nearly always
+    clear = min(ABSURD * float(rough[learnt].median()), LARGEST_CHANGE) if comparable else LARGEST_CHANGE
+    if clear > 0 and bool((rough <= clear / 2).all()):  # as nearly always
         return [None] * len(updates)
     norms = change_norms(updates, received)
-    usual = float(norms[learnt].median())
-    return [
-        f"it changes the weights by {norm:.3g}, most others by {usual:.3g}" if norm > ABSURD * usual > 0 else None
-        for norm in norms.tolist()
-    ]
+    usual = float(norms[learnt].median()) if comparable else 0.0
+
+    def fault(norm: float) -> str | None:
+        if norm > ABSURD * usual > 0:
+            return f"it changes the weights by {norm:.3g}, most others by {usual:.3g}"
+        return f"it changes the weights by {norm:.3g}, which no training does" if norm > LARGEST_CHANGE else None
+
+    return list(map(fault, norms.tolist()))
 
 
 def clipped(updates: list[Any], received: Weights, factor: float | None) -> list[Any]:

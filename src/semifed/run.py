@@ -73,7 +73,7 @@ def execute(
 def _simulated(parts: Parts, rounds: Callable[[Engine], dict[str, Any]], rundir: RunDirectory) -> dict[str, Any]:
     """The rounds in Flower's simulation."""
     recipe = parts.recipe
-    outcome: dict[str, Any] = flower_engine().simulate(
+    outcome: dict[str, Any] = flower_engine("flower_simulation").simulate(
         rounds,
         setting_of(parts),
         parts.method,

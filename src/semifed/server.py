@@ -79,7 +79,7 @@ class ServerSite:
         if self.labelled is None:
             return None
         self.net.load(weights)
-        return self.net(self.plain_images())
+        return self.labelled.labelled_outputs(self.net)
 
     def stream(self, purpose: str) -> torch.Generator:
         """A random stream of this round for the server."""

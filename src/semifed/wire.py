@@ -116,6 +116,8 @@ def fault_of(update: object, sent: Weights, expected: Iterable[str]) -> str | No
     samples = arrays.get("samples")
     if samples is not None and samples.ndim != 0:
         return f"'samples' is of shape {list(samples.shape)}, not a count"
+    if samples is not None and samples.dtype != torch.float32:
+        return f"'samples' is {samples.dtype}, expected {torch.float32}"
     if samples is not None and float(samples) < 0:
         return f"'samples' is {float(samples):g}, not a count"
     if surplus := sorted(set(weights) - set(expected)):

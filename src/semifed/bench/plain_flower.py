@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from semifed.assembly import Parts, prepare_run
 from semifed.bench.naive import LAYOUT, train_naively
 from semifed.bench.plain_loop import Job, Lap, QuickSGD, average, batchwise, new_network, train
-from semifed.engines import flower
+from semifed.engines import flower_simulation
 from semifed.errors import UserError
 from semifed.process import settle
 from semifed.recipe import check_recipe
@@ -77,8 +77,8 @@ def flower_rounds(parts: Parts, steady: int, workers: int, *, naive: bool = Fals
     logging.getLogger("flwr").setLevel(logging.ERROR)
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     clients = client_app(parts.recipe.to_toml(), naive=naive)
-    with flower.ray_started(workers):
-        flower.run_simulated(simulation.run_simulation, app, clients, parts.recipe.scenario.clients, backend)
+    with flower_simulation.ray_started(workers):
+        flower_simulation.run_simulated(simulation.run_simulation, app, clients, parts.recipe.scenario.clients, backend)
     if failures:
         raise failures[0]
     if not laps:

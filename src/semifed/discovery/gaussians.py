@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from semifed.aggregate import MOST_IMAGES
 from semifed.discovery.finch import finch
 from semifed.metrics import hungarian_accuracy
 from semifed.prototypes import class_sums
@@ -62,8 +63,11 @@ def local_groups(points: Tensor, labels: Tensor, known: int) -> Tensor:
 
 
 def merged_mixture(mixtures: Sequence[Mixture], groups: int) -> Mixture:
-    """Client Gaussians grouped by FINCH on their means; a group has the moments of all images behind it."""
-    told = [mixture.present for mixture in mixtures]
+    """Client Gaussians grouped by FINCH on their means; a group has the moments of all images behind it.
+
+    Whatever was claimed, it is about unit vectors.
+    """
+    told = [_of_unit_vectors(mixture).present for mixture in mixtures]
     every = Mixture(*(torch.cat([getattr(part, name) for part in told]) for name in Mixture._fields))
     if not len(every.images):
         return mixtures[0]
@@ -73,6 +77,13 @@ def merged_mixture(mixtures: Sequence[Mixture], groups: int) -> Mixture:
     mean = class_sums(share[:, None] * every.mean, member, len(total))
     second = class_sums(share[:, None] * (every.variance + every.mean**2), member, len(total))
     return Mixture(mean, (second - mean**2).clamp(min=LEAST_VARIANCE), total).padded(groups)
+
+
+def _of_unit_vectors(claimed: Mixture) -> Mixture:
+    """What moments of unit vectors and counts can be; those that are so stay as they are."""
+    return Mixture(
+        claimed.mean.clamp(-1, 1), claimed.variance.clamp(LEAST_VARIANCE, 1), claimed.images.clamp(0, MOST_IMAGES)
+    )
 
 
 def log_densities(points: Tensor, mixture: Mixture, margin: Tensor | None = None) -> Tensor:

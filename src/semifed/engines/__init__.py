@@ -42,10 +42,10 @@ class Engine(Protocol):
         """End whatever was started."""
 
 
-def flower_engine() -> Any:
-    """The module that speaks to Flower, or a `UserError` that says how to install it."""
+def flower_engine(module: str = "flower") -> Any:
+    """A module that speaks to Flower, or a `UserError` that says how to install it."""
     try:
-        return import_module("semifed.engines.flower")
+        return import_module(f"semifed.engines.{module}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("flwr", "ray"):
             raise

@@ -1,20 +1,17 @@
-"""Clients elsewhere, reached by Flower: this module and `flower_mail` alone know it.
+"""Clients elsewhere, reached by Flower: this module, `flower_mail` and `flower_simulation` alone know it.
 
 The round loop is ours; Flower carries letters. Clients are addressed by their stable number, which a node says when
 it is asked; Flower's own node ids are random. Replies are put in client order, so nothing depends on who was first.
 """
 
 import hashlib
-import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # Nothing is told to anyone unasked: before Flower or Ray are imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -28,9 +25,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from semifed.assembly import prepare_run
 from semifed.client_round import Held, Reply, Task
-from semifed.data.scenario import Scenario
 from semifed.data.site import read_site
 from semifed.data.views import Views
 from semifed.deploy.certificates import public_pem
@@ -49,11 +44,10 @@ from semifed.shared_passes import Helpers
 from semifed.wire import Weights
 
 LETTER, WHO = "letter", "who"
-START_ATTEMPTS = 3  # of Ray, on a busy machine
 RAISED = 2  # Flower's code for an app that raised: it would raise again
 WAITING_SECONDS = 5.0  # between two looks for clients that come back
+LETTER_SECONDS = 30 * 24 * 3600.0  # a letter without a time limit; Flower's own, 12 hours, would end a slow round
 QUESTION_SECONDS = 60.0  # a node that does not say who it is within this time is asked again in the next round
-T = TypeVar("T")
 
 
 class FlowerEngine:
@@ -82,6 +76,7 @@ class FlowerEngine:
         self._finished: dict[int, int] = {}  # `left` when this round began, that is at the last checkpoint
         self._grid, self._setting, self._method, self._run = grid, setting, method, run
         self._timeout = timeout
+        self._lifetime = LETTER_SECONDS if timeout is None else timeout + QUESTION_SECONDS
         self._keys, self._least, self._patience = keys, least, patience
         self._share, self._say = share, say
         self._client_of: dict[int, int] = {}  # by node id
@@ -153,7 +148,9 @@ class FlowerEngine:
             if same not in records:
                 records[same] = array_record(letter.arrays)
             content = RecordDict({"arrays": records[same], "facts": ConfigRecord(letter.facts)})
-            messages[client] = Message(content, node_of[client], f"train.{LETTER}", group_id=str(round_))
+            messages[client] = Message(
+                content, node_of[client], f"train.{LETTER}", ttl=self._lifetime, group_id=str(round_)
+            )
         absent = list(answers)
         for client, reply in replies(self._grid, messages, self._timeout, strangers=self._keys is not None):
             answers[client] = self._read(reply, client, round_)
@@ -217,13 +214,7 @@ def _who(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-@lru_cache(maxsize=1)
-def _scenario(setting: Setting) -> Scenario:
-    """A simulated client takes its part of the data itself; all of a process share them."""
-    return prepare_run(setting.parsed()).scenario
-
-
-def _client_app(act: Callable[[Letter, Context], Letter]) -> ClientApp:
+def client_app(act: Callable[[Letter, Context], Letter]) -> ClientApp:
     """A node's app: it says who it is, and answers letters."""
     app = ClientApp()
     app.query(WHO)(_who)
@@ -234,94 +225,6 @@ def _client_app(act: Callable[[Letter, Context], Letter]) -> ClientApp:
         return message_of(act(letter_of(message), context), message)
 
     return app
-
-
-def simulated_client(store: str) -> ClientApp:
-    """The app that acts as any client of a simulation; what they hold lies in one directory."""
-
-    def act(letter: Letter, context: Context) -> Letter:
-        data = _scenario(Setting.of(letter.facts)).client(int(context.node_config["partition-id"]))
-        return answer(letter, data, HeldStore(Path(store)), share="all")
-
-    return _client_app(act)
-
-
-def simulate(
-    rounds: Callable[[FlowerEngine], T],
-    setting: Setting,
-    method: AnyMethod,
-    *,
-    clients: int,
-    workers: int,
-    timeout: float | None,
-    store: Path,
-) -> T:
-    """Run the round loop as a server app of a Flower simulation, with so many one-thread workers."""
-    from flwr import simulation  # it loads Ray, which only simulations need
-
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        while len(list(grid.get_node_ids())) < clients:  # nodes register while the server app starts
-            time.sleep(0.1)
-        try:
-            outcome.append(rounds(FlowerEngine(grid, setting, method, timeout=timeout, share="all")))
-        except BaseException as error:  # Flower would print it and go on
-            failure.append(error)
-
-    os.environ["OMP_NUM_THREADS"] = "1"
-    logging.getLogger("flwr").setLevel(logging.ERROR)  # our own lines tell how far a run is
-    backend: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    with ray_started(workers):
-        run_simulated(simulation.run_simulation, app, simulated_client(str(store)), clients, backend)
-    if failure:
-        raise failure[0]
-    if not outcome:
-        raise UserError("Flower's simulation ended before its first round")
-    return outcome[0]
-
-
-@contextmanager
-def ray_started(workers: int) -> Iterator[None]:
-    """Ray with so many workers, ended afterwards. Flower would start it itself, once, and Ray gives up after 30 s."""
-    import ray
-
-    path = os.pathsep.join(sys.path)  # workers find what this process finds
-    for left in reversed(range(START_ATTEMPTS)):
-        try:
-            ray.init(
-                num_cpus=workers,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={"env_vars": {"PYTHONPATH": path}},
-            )
-            break
-        except Exception as error:
-            ray.shutdown()
-            if not left:
-                raise UserError(f"Ray, which Flower's simulation runs on, does not start: {error}") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def run_simulated(run: Callable[..., None], app: ServerApp, client: ClientApp, clients: int, backend: Any) -> None:
-    """Flower's simulation of a server app and its clients, on the Ray that was started."""
-    try:
-        run(app, client, clients, backend_config=backend)
-    except RuntimeError as error:
-        raise UserError(f"Flower's simulation did not work: {_first_cause(error)}") from None
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def deployed_client() -> ClientApp:
@@ -338,7 +241,7 @@ def deployed_client() -> ClientApp:
             reason = f"it could not train ({type(error).__name__}; its own log tells more)"
             return failed(letter.facts["round"], reason)
 
-    return _client_app(act)
+    return client_app(act)
 
 
 def _answered(letter: Letter, folder: Path) -> Letter:

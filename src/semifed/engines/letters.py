@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from semifed.aggregate import MOST_IMAGES
 from semifed.assembly import build_workplace, refuse_what_is_missing
 from semifed.client_round import ClientRecord, Reply, Task, Workplace, client_round, too_few_images
 from semifed.data.client import ClientData
@@ -151,13 +152,20 @@ def _told(client: int, letter: Letter, share: Share) -> ClientRecord:
     sums, numbers = (map(float, facts.get(name, [])) for name in ("measured_sums", "measured_numbers"))
     return ClientRecord(
         client,
-        max(int(facts.get("steps", 0)), 0),
-        max(int(facts.get("images", 0)), 0),
+        _count(facts.get("steps", 0)),
+        _count(facts.get("images", 0)),
         dict(zip(_names(facts.get("terms", [])), map(float, facts.get("term_values", [])), strict=True)),
         from_arrays(PseudoLabels, pseudo) if pseudo and share == "all" else None,
         float(facts["seconds"]),
         dict(zip(_names(facts.get("measured", [])), zip(sums, numbers, strict=True), strict=True)),
     )
+
+
+def _count(told: Any) -> int:
+    """Of steps or images; a larger number than anyone has would not fit where it is added up."""
+    if type(told) is not int or told > MOST_IMAGES:
+        raise ValueError("it tells of counts that nobody has")
+    return max(told, 0)
 
 
 def _names(told: Any) -> list[str]:

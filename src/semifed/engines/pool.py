@@ -26,7 +26,7 @@ from semifed.data.client import ClientData
 from semifed.data.views import Views
 from semifed.engines.lessons import Learnt, Lesson, Slopes, view_name
 from semifed.engines.packing import pack_held, unpack_held, unpack_record
-from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, read_buffer
+from semifed.engines.shared_memory import Layout, SharedBuffer, Spool, in_shared_memory, read_buffer
 from semifed.engines.worker import Answer, Crash, Exam, Order, serve
 from semifed.errors import ClientFailure
 from semifed.method import payload_types
@@ -79,7 +79,7 @@ class Pool:
         self._context = torch_mp.get_context("forkserver")
         mp.set_forkserver_preload(["semifed.run"])
         self._build = build
-        self._images = images.share_memory_()
+        self._images = in_shared_memory(images)
         self._timeout = timeout
         self._down = SharedBuffer()
         self._tested = SharedBuffer()
@@ -110,7 +110,7 @@ class Pool:
                 task, data = worker.take_job()
                 answer = worker.answer()
                 if isinstance(answer, Crash):
-                    raise RuntimeError(f"client {task.client} failed in round {task.round}:\n{answer.text}")
+                    raise answer.error(f"client {task.client} failed in round {task.round}")
                 self._stillborn = 0
                 if isinstance(answer, Answer):
                     arrays = spool.keep_packed(worker.ups[answer.turn], answer.layout)
@@ -139,7 +139,7 @@ class Pool:
         """What a model says of images, each worker of some of them: whole batches, as one process would have them."""
         (layout,), _ = self._tested.write(weights)
         share = BATCH * -(-len(images) // (BATCH * len(self._workers)))
-        parts = images.share_memory_().split(share)
+        parts = in_shared_memory(images).split(share)
         exams = [Exam(part, views, self._tested.memory, layout) for part in parts]
         for worker, exam in zip(self._workers, exams, strict=False):  # there may be fewer batches than workers
             worker.tell(exam)
@@ -188,7 +188,7 @@ class Pool:
             wait([worker.pipe])
             answer = worker.answer()
             if isinstance(answer, Crash):
-                raise RuntimeError(f"a test failed:\n{answer.text}")
+                raise answer.error("a test failed")
             if answer is not None:
                 return Prediction(*map(torch.from_numpy, answer))
             self._replace(worker, _Queue([]))
@@ -210,7 +210,7 @@ class Pool:
             wait([worker.pipe])
             answer = worker.answer()
             if isinstance(answer, Crash):
-                raise RuntimeError(f"a pass of the server's training failed:\n{answer.text}")
+                raise answer.error("a pass of the server's training failed")
             if answer is None or isinstance(answer, _Lost):
                 self._replace(worker, _Queue([]))
             else:
@@ -328,7 +328,7 @@ class _Worker:
         if not self.ready:
             first = self.pipe.recv()
             if isinstance(first, Crash):
-                raise RuntimeError(f"a worker process could not start:\n{first.text}")
+                raise first.error("a worker process could not start")
             self.ready = True
 
     def end(self) -> None:

@@ -10,14 +10,27 @@ from tempfile import NamedTemporaryFile
 import torch
 from torch import Tensor
 
+from semifed.errors import UserError, legible
+
 ROOM = 2**30  # bytes of a round's replies that stay in memory
 FILE = 2**27  # bytes of a file that holds some of the others
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, type, shape, first byte
 
 
+def in_shared_memory(tensor: Tensor) -> Tensor:
+    """The same tensor where other processes can read it."""
+    try:
+        tensor.share_memory_()
+    except RuntimeError as error:  # containers often have 64 MB of it
+        raise UserError(
+            f"{tensor.numel() * tensor.element_size() / 1e6:,.1f} MB do not fit in shared memory ({legible(error)}); "
+            "give the machine more (docker: --shm-size), or use engine.workers=1"
+        ) from None
+    return tensor
+
+
 def _shared(size: int) -> Tensor:
-    memory: Tensor = torch.empty(size, dtype=torch.uint8).share_memory_()
-    return memory
+    return in_shared_memory(torch.empty(size, dtype=torch.uint8))
 
 
 def _in_a_file(size: int) -> Tensor:

@@ -19,7 +19,7 @@ from semifed.data.views import Views
 from semifed.engines.lessons import Lesson, Pupil, Slopes
 from semifed.engines.packing import PackedHeld, pack_held, pack_record, unpack_held
 from semifed.engines.shared_memory import Layout, SharedBuffer, read_buffer
-from semifed.errors import ClientFailure
+from semifed.errors import ClientFailure, UserError
 from semifed.fit import Diverged
 from semifed.method import payload_types
 from semifed.predictions import predictions
@@ -61,9 +61,21 @@ class Exam(NamedTuple):
 
 
 class Crash(NamedTuple):
-    """An error that is our fault: raised again in the parent."""
+    """An error that is no client's fault: raised again in the parent."""
 
     text: str
+    for_user: bool  # the machine's or the recipe's: a line that says what to do, no traceback
+
+    @classmethod
+    def of(cls, error: Exception) -> "Crash":
+        """The error that is being handled."""
+        if isinstance(error, UserError):
+            return cls(str(error), for_user=True)
+        return cls("".join(traceback.format_exception(error)), for_user=False)
+
+    def error(self, what: str) -> Exception:
+        """The same in the parent, with what failed."""
+        return UserError(self.text) if self.for_user else RuntimeError(f"{what}:\n{self.text}")
 
 
 class Ready(NamedTuple):
@@ -138,8 +150,8 @@ def serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> N
     settle()
     try:
         actor = _Actor(build(), images)
-    except Exception:
-        pipe.send(Crash(_traceback()))
+    except Exception as error:
+        pipe.send(Crash.of(error))
         return
     pipe.send(Ready())
     while True:
@@ -149,8 +161,8 @@ def serve(pipe: Connection, build: Callable[[], Workplace], images: Tensor) -> N
             return
         try:
             answer: Any = actor.answer(order)
-        except Exception:
-            answer = Crash(_traceback())
+        except Exception as error:
+            answer = Crash.of(error)
         try:
             pipe.send(answer)
         except OSError:
@@ -169,7 +181,3 @@ def _unless_orphaned(*error: Any) -> None:
     parent = mp.parent_process()
     if parent is None or not wait([parent.sentinel], 0.5):
         sys.__excepthook__(*error)
-
-
-def _traceback() -> str:
-    return "".join(traceback.format_exception(*sys.exc_info()))
