@@ -179,6 +179,10 @@ def test_a_value_where_a_table_belongs_and_a_table_where_a_value_belongs(
             ["scenario.labels=clients", "method=fixmatch-lpl", "model.batchnorm=static"],
             "model.batchnorm: static statistics need labels at the server",
         ),
+        (
+            ["scenario.labels=clients", "method=fixmatch-lpl", "model.batchnorm=averaged"],
+            "model.batchnorm: without labels the server trains nothing, and averaged is tracked; use that",
+        ),
         (["clients_per_round=7"], "clients_per_round: 7 is more than the 6 clients"),
         (["min_clients=4"], "min_clients: 4 is more than the 3 clients of a round"),
         (["scenario.labelled_clients=2"], "scenario.labelled_per_class: labels = 'server' needs"),

@@ -392,6 +392,23 @@ def test_a_teacher_answers_as_a_network_with_its_weights_in_evaluation_mode() ->
     assert not found.logits.requires_grad
 
 
+@pytest.mark.parametrize("labels", ["server", "clients"])
+def test_a_teacher_never_normalises_by_statistics_of_other_weights(labels: str) -> None:
+    """With labels at the server no student tracks any: a teacher would mix those of models it never was."""
+    here = world(labels)
+    old = shaken(shaken(here.down.weights))
+    other = {name: tensor + 1 if "running_" in name else tensor for name, tensor in old.items()}
+    images = here.data.views.plain(here.data.images[:8])
+    one, two = (mean_teacher(here.net, Average(weights, torch.tensor(5)))(images).logits for weights in (old, other))
+    assert torch.equal(one, two) == (labels == "server")
+    if labels == "server":
+        student = copy.deepcopy(here.net)
+        student.load(old)
+        student.network.train()
+        with torch.no_grad():
+            torch.testing.assert_close(one, student(images).logits)
+
+
 def test_a_teacher_catches_up_once_a_step() -> None:
     here = world()
     moved = MeanTeacher(here.net.frozen(), shaken(here.down.weights), 3, behind=True).caught_up(here.net, 0.9)

@@ -274,6 +274,21 @@ def test_it_learns_from_its_labels_if_it_has_any() -> None:
     assert terms["total"] == pytest.approx(parts, rel=1e-5)
 
 
+def test_one_sure_image_does_not_end_training_on_labels() -> None:
+    """Epochs were counted over sure images as soon as there was one."""
+    here = world("clients", gate_view="plain")
+    first, second = sorted(
+        (sure for _, sure in confidences(here, here.data.views.plain(here.data.images[here.data.unlabelled]))),
+        reverse=True,
+    )[:2]
+    found = {}
+    for threshold in (0.0, (first + second) / 2):
+        reply = reply_of(world("clients", {"local": {"epochs": 2}}, threshold=threshold, gate_view="plain"))
+        assert reply.record.pseudo is not None
+        found[int(reply.record.pseudo.used.sum())] = reply.record.steps
+    assert found == dict.fromkeys((1, len(here.data.unlabelled)), 2 * (len(here.data.unlabelled) // 8))
+
+
 def test_a_run_in_which_nobody_is_ever_sure_is_the_servers_alone(tmp_path: Path) -> None:
     silent = run_toy(world(threshold=1.0).parts, tmp_path / "silent")
     alone = run_toy(toy_parts(toy_recipe("server-only", "server", rounds=2)), tmp_path / "alone")

@@ -95,6 +95,23 @@ def test_tracked_statistics_are_left_alone() -> None:
     assert site.recalibrated(weights) is weights
 
 
+def test_averaged_statistics_survive_fine_tuning_alone() -> None:
+    """OpenFL without static batch norm: gates and tests normalise by what the clients tracked."""
+    start = {name: tensor + 0.5 if "running_" in name else tensor for name, tensor in small_net().state().items()}
+    for kind, survives in (("averaged", True), ("tracked", False)):
+        shown: list[dict[str, torch.Tensor]] = []
+        site = site_of(finetune=2)
+        site.net = Net(site.net.network, kind)
+        tuned, warm = site.fine_tune(start, supervised, shown.append), site.warm_up(start, supervised)
+        for name, tensor in start.items():
+            if "running_" in name:
+                assert torch.equal(tuned[name], tensor) == survives
+                assert all(torch.equal(one[name], tensor) == survives for one in shown)
+                assert not torch.equal(warm[name], tensor)
+            else:
+                assert not torch.equal(tuned[name], tensor)
+
+
 def test_streams_belong_to_round_and_purpose() -> None:
     site = site_of()
     first = torch.rand(3, generator=site.stream("mix"))

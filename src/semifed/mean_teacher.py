@@ -43,7 +43,11 @@ class MeanTeacher(NamedTuple):
 
 
 def mean_teacher(student: Net, kept: Average | None) -> MeanTeacher:
-    """The teacher that was kept, or a new one that is as its student."""
+    """The teacher that was kept, or a new one that is as its student.
+
+    Where nobody tracks statistics (static batch norm), those it could have are of other weights: it takes the batch's.
+    """
+    net = student.frozen("batch" if student.batchnorm == "static" else "averaged")
     if kept is None or not kept.weights:
-        return MeanTeacher(student.frozen(), student.state(), 0)
-    return MeanTeacher(student.frozen(), kept.weights, int(kept.steps))
+        return MeanTeacher(net, student.state(), 0)
+    return MeanTeacher(net, kept.weights, int(kept.steps))

@@ -217,6 +217,10 @@ class Net:
                 unsent = self._buffers - set(self._batchnorm)
         return [name for name in self.state_names() if name not in unsent]
 
+    def statistics_names(self) -> list[str]:
+        """Names of what batch norm normalises by outside training."""
+        return [name for name in self._batchnorm if name in self._buffers]
+
     def private(self) -> Weights:
         """What never leaves a client: with "local" batch norm (FedBN) all of those layers."""
         if self.batchnorm != "local":

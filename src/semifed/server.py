@@ -13,6 +13,8 @@ from semifed.net import Net
 from semifed.rng import torch_stream
 from semifed.wire import Weights, all_finite
 
+FINE_TUNE = "fine-tune"
+
 
 class ServerSite:
     """What `setup` and `aggregate` may use; `round` and `lr` are set by the round loop."""
@@ -52,7 +54,7 @@ class ServerSite:
         after_epoch: Callable[[Weights], None] = lambda _: None,
     ) -> Weights:
         """Weights after the server's training within a round; unchanged if it holds no labels."""
-        return self._train(weights, loss, self._finetune_epochs, "fine-tune", after_epoch)
+        return self._train(weights, loss, self._finetune_epochs, FINE_TUNE, after_epoch)
 
     def averaged(self, average: Weights, weights: Weights, decay: float) -> Weights:
         """The moving average over rounds after one more; an untrained start counts for nothing."""
@@ -101,6 +103,9 @@ class ServerSite:
         if labelled is None:
             return weights
         self.net.load(weights)
+        kept = {}
+        if purpose == FINE_TUNE and self.net.batchnorm == "averaged":
+            kept = {name: weights[name] for name in self.net.statistics_names()}
         budget = Budget(epochs=epochs, steps=None, batch=self._batch)
         address = (self._seed, self.round, "server", purpose)
         per_epoch = steps_per_epoch(len(labelled.labelled), self._batch)
@@ -109,11 +114,11 @@ class ServerSite:
             for count, batch in enumerate(batches(labelled, budget, address), start=1):
                 yield batch  # the loop comes back for the next batch when this one's step is done
                 if count % per_epoch == 0:
-                    after_epoch(self.net.state())
+                    after_epoch(self.net.state() | kept)
 
         fitted = fit(self.net, steps(), loss, self._optimiser._replace(lr=self.lr))
         self.note(server_loss=fitted.terms)
-        trained = self.net.state()
+        trained = self.net.state() | kept
         if not all_finite(trained.values()):  # the loss was looked at before the last step, not after it
             raise Diverged("weights became infinite or no numbers in the last step")
         return self.recalibrated(trained)

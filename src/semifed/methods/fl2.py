@@ -68,7 +68,8 @@ class FL2(Method[Moving, Down, Reply, Kept]):
         _, sure = confident_label(logits, self.threshold)
         given = PseudoLabels(torch.arange(len(label)), label, used)
         chosen = data._replace(unlabelled=data.unlabelled[used])
-        return Local(chosen, Kept(label[used], sure[used], confidence), Nothing(), given)
+        whole = data if len(data.labelled) else None  # labels are passed over however few images are kept
+        return Local(chosen, Kept(label[used], sure[used], confidence), Nothing(), given, whole)
 
     def loss(self, net: Net, batch: Batch, const: Kept) -> Loss:
         own = supervised(net, batch)  # 0 unless the client holds labels

@@ -108,8 +108,10 @@ class OpenFL(Method[State, Sent, Reply, Const]):
         masks = gates(seen, self.threshold, self.known_threshold, self.negative_threshold)
         aligning = bool(down.aligning)
         before = torch.zeros(0)
-        if aligning:
+        if aligning and self.statistic == "all_pre":
+            own = self._labelled(data, data.labelled_outputs(net).heads["projection"], down.pivots)
             before = alignment(seen.heads["projection"], down.pivots, masks.label, masks.dual, self.temperature)
+            before = torch.cat([before, own])
         return Local(data, Const(masks, down.pivots, aligning, before), Nothing())
 
     def loss(self, net: Net, batch: Batch, const: Const) -> Loss:
@@ -124,10 +126,9 @@ class OpenFL(Method[State, Sent, Reply, Const]):
         unlabelled, views = open_set_unsupervised(net, batch.unlabelled, here, used, weights)
         if const.aligning:
             chosen = {"strong": views[2:], "weak": views[:1], "both": (views.weak, views.strong)}[self.align_view]
-            each = [
-                alignment(v.heads["projection"], const.pivots, here.label, here.dual, self.temperature) for v in chosen
-            ]
-            values = torch.stack(each).mean(dim=0)  # eq. (1)
+            projected = (view.heads["projection"] for view in chosen)
+            each = [alignment(z, const.pivots, here.label, here.dual, self.temperature) for z in projected]  # eq. (1)
+            values = torch.stack(each).mean(dim=0)
             counted = here.dual if self.statistic == "gated" else torch.ones_like(here.dual)
             unlabelled = plus(unlabelled, "align", self.align_weight, mean(values))
             unlabelled = unlabelled._replace(sums={"align": (values * counted).sum(), "count": counted.sum()})
@@ -145,12 +146,14 @@ class OpenFL(Method[State, Sent, Reply, Const]):
         if len(data.labelled):
             projected = data.labelled_outputs(net).heads["projection"]
             directions = class_directions(projected, data.labels, classes)
-            if const.aligning:  # a label is a gate that cannot err
-                sure = torch.ones(len(data.labels))
-                total = total + alignment(projected, const.pivots, data.labels, sure, self.temperature).sum()
-                count = count + len(data.labels)
+            if const.aligning and self.statistic != "all_pre":
+                total, count = total + self._labelled(data, projected, const.pivots).sum(), count + len(data.labels)
         level = alignment_level(total, count, classes, self.temperature, shift=self.statistic != "gated")
         return Reply(net.trained(), fitted.samples(data), level, directions)
+
+    def _labelled(self, data: ClientData, projected: Tensor, pivots: Tensor) -> Tensor:
+        """Eq. (1) of a client's labelled images: a label is a gate that cannot err."""
+        return alignment(projected, pivots, data.labels, torch.ones(len(data.labels)), self.temperature)
 
     def aggregate(self, server: State, ups: Sequence[Reply], site: ServerSite) -> State:
         claimed = [float(up.alignment) for up in ups]

@@ -61,7 +61,8 @@ class SemiFL(Method[Moving, Down, Up, Labelled]):
         fixed = sure.nonzero().flatten()
         given = PseudoLabels(torch.arange(len(label)), label, sure)
         fix = data._replace(unlabelled=data.unlabelled[fixed])
-        return Local(fix, Labelled(data, label, fixed), Nothing(), given)
+        whole = data if len(data.labelled) else None  # labels are passed over however few images are sure
+        return Local(fix, Labelled(data, label, fixed), Nothing(), given, whole)
 
     def loss(self, net: Net, batch: Batch, const: Labelled) -> Loss:
         own = supervised(net, batch)  # 0 unless the client holds labels
