@@ -67,6 +67,6 @@ def test_every_key_of_a_round_is_named(run: Path) -> None:
 
 def test_every_note_of_a_method_is_named() -> None:
     source = "".join(path.read_text() for path in (SOURCE, *(SOURCE.parent / "methods").glob("*.py")))
-    noted = set(re.findall(r"(\w+)=", "".join(re.findall(r"\.note\((.*)\)", source))))
+    noted = set(re.findall(r"(\w+)=", " ".join(re.findall(r"\.note\((.*)\)", source))))
     assert {"client_weights", "alignment", "beta_unknown"} <= noted
     assert noted - words_of("rounds.md") == set()
