@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_intermixed_args(arguments)
     vary: list[str] = asked.vary or ["dataset"]
     found = {path.resolve(): path.parent for root in asked.runs for path in sorted(root.rglob("summary.json"))}
-    runs = without_common([read(path, vary) for path in found.values()])
+    runs = [read(path, vary) for path in found.values()]
+    if not asked.add:  # stored runs may differ in what these have in common
+        runs = without_common(runs)
     earlier = earlier_runs(asked.stem.with_suffix(".csv"), vary) if asked.add else []
     curves = earlier_curves(asked.stem.with_suffix(".curves.csv")) if asked.add else {}
     runs += earlier

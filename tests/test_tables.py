@@ -238,6 +238,14 @@ def test_runs_may_join_those_of_an_earlier_table(tables: Tables) -> None:
         tables.make(*arguments, "--add")
 
 
+def test_what_all_joining_runs_have_in_common_still_sets_them_apart(tables: Tables) -> None:
+    write_run(tables.top / "a", "openfl", 0, 0.9)
+    tables.make()
+    shutil.rmtree(tables.top / "a")
+    write_run(tables.top / "b", "openfl", 0, 0.7, model={"batchnorm": "averaged"})
+    assert [row["method"] for row in tables.make("--add")] == ["openfl", "openfl batchnorm=averaged"]
+
+
 def test_rounds_to_a_level_by_one_test_and_by_five_in_a_row(tables: Tables) -> None:
     write_run(tables.top / "a", "openfl", 0, 0.9)
     accuracies = [0.1, 0.2, 0.6, 0.2, 0.4, 0.6, 0.7, 0.8]  # of rounds 0 to 7; touches 60 early by luck
