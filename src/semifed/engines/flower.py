@@ -20,7 +20,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
@@ -76,7 +76,8 @@ class FlowerEngine:
         self._finished: dict[int, int] = {}  # `left` when this round began, that is at the last checkpoint
         self._grid, self._setting, self._method, self._run = grid, setting, method, run
         self._timeout = timeout
-        self._lifetime = LETTER_SECONDS if timeout is None else timeout + QUESTION_SECONDS
+        # Flower reckons with the clocks of both machines, which may differ by hours.
+        self._lifetime = LETTER_SECONDS if timeout is None else timeout + DEFAULT_TTL
         self._keys, self._least, self._patience = keys, least, patience
         self._share, self._say = share, say
         self._client_of: dict[int, int] = {}  # by node id
