@@ -20,6 +20,7 @@ from semifed.discovery.gaussians import (
     log_densities,
     merged_mixture,
 )
+from semifed.discovery.objectives import unit
 from semifed.methods.fed_agcl import Associated
 from semifed.payloads import Visit
 from toys import place_of, site_of, toy_dataset, toy_parts, toy_recipe
@@ -166,6 +167,7 @@ def test_contrast_makes_the_own_distance_larger() -> None:
 
 def test_merged_gaussians_have_the_moments_of_all_their_images() -> None:
     points, truth = around(torch.eye(6), 20, 0.2)
+    points = unit(points)  # what others claim is cut down to what unit vectors can have
     at = [truth < 3, truth >= 3]  # the first client holds directions 0 to 2, the second the others
     halves = [torch.arange(120) % 2 == 0, torch.arange(120) % 2 == 1]  # both hold all
     for split in (halves, at):
