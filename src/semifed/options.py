@@ -34,7 +34,7 @@ def options_of(kind: type) -> list[Option]:
     """
     hints, comments = get_type_hints(kind, include_extras=True), _comments(kind)
     return [
-        Option(name, values_of(hints[name]), shown(default), comments.get(name, ""))
+        Option(name, values_of(hints[name]), typed(default), comments.get(name, ""))
         for name, default in _defaults(kind)
         if not _is_table(hints[name])
     ]
@@ -67,7 +67,7 @@ def values_of(hint: Any) -> str:
     return {bool: "true, false", int: "whole", float: "number", str: "text"}[hint]
 
 
-def shown(default: object) -> str:
+def typed(default: object) -> str:
     """A default as it is typed on the command line."""
     if default is PydanticUndefined:
         return "must be given"

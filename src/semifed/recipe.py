@@ -40,7 +40,7 @@ AtLeastOne = Annotated[Whole, Field(ge=1, le=LARGEST)]
 BatchSize = Annotated[Whole, Field(ge=1, le=LARGEST_BATCH)]
 Positive = Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=FASTEST, allow_inf_nan=False)]
-Statistics = Literal["auto", "static", "tracked", "averaged", "local"]
+BatchNormKind = Literal["auto", "static", "tracked", "averaged", "local"]
 Text = Annotated[str, Field(min_length=1), AfterValidator(printable)]
 
 
@@ -118,7 +118,7 @@ class ModelTable(Table):
     weights: Text | None = None  # of a pretrained network: a word of its own, or where they lie
     input_size: Annotated[Whole, Field(ge=1, le=LARGEST_SIDE)] | None = None  # pixels it scales images to
     trainable: Literal["all", "last", "none"] | None = None  # what of it learns
-    batchnorm: Statistics = "auto"  # auto: static if the server has labels, else tracked
+    batchnorm: BatchNormKind = "auto"  # auto: static if the server has labels, else tracked
     precision: Literal["float32", "bfloat16"] = "float32"  # of what training steps compute; weights are float32
     heads: Mapping[str, Annotated[Text, AfterValidator(_not_too_wide)]] = {}  # sizes of heads a method asks for
 
