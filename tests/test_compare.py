@@ -153,8 +153,8 @@ def test_spread_is_numpys(values: list[float | None]) -> None:
     assert found.std == (None if present.size == 1 else pytest.approx(present.std(ddof=1), abs=1e-9))
 
 
-def test_seed_and_engine_do_not_split_a_row(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", seed=0, engine={"workers": 1})
+def test_seed_engine_and_the_place_of_images_do_not_split_a_row(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, engine={"workers": 1}, data="/elsewhere")
     write_run(tmp_path / "b", seed=1, engine={"name": "flower", "timeout": 9.0})
     write_run(tmp_path / "c", seed=2, local={"lr": 0.1})
     comparison = compare_runs([tmp_path])

@@ -627,6 +627,31 @@ def test_photographs_taken_sideways_are_turned_upright(tmp_path: Path) -> None:
     assert load(str(tmp_path / "photos")).x_train.shape[1:] == (1, 6, 4)
 
 
+@pytest.mark.parametrize(("kind", "options"), [("png", {}), ("tiff", {"compression": "tiff_lzw"})])
+def test_sideways_photographs_of_one_size_keep_it(tmp_path: Path, kind: str, options: dict[str, str]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright = images(6, 4)
+    for number in range(2):
+        write_png(tmp_path / "photos" / "a" / f"{number}.{kind}", np.rot90(upright), exif=exif, **options)
+    dataset = load(str(tmp_path / "photos"))
+    np.testing.assert_array_equal(dataset.x_train[0, 0].numpy(), upright)
+
+
+def test_what_is_transparent_is_white(tmp_path: Path) -> None:
+    path = tmp_path / "icon.png"
+    alpha = np.array([[0, 255], [128, 0]], np.uint8)
+    black = np.zeros((2, 2), np.uint8)
+    Image.fromarray(np.dstack([black, black, black, alpha]), "RGBA").save(path)
+    np.testing.assert_array_equal(read_image(path), np.broadcast_to(255 - alpha, (3, 2, 2)))
+    Image.fromarray(np.dstack([black, alpha]), "LA").save(path)
+    np.testing.assert_array_equal(read_image(path)[0], 255 - alpha)
+    palette = Image.fromarray(black, "P")
+    palette.putpalette([10, 20, 30])
+    palette.save(path, transparency=bytes([0]))
+    assert (read_image(path) == 255).all()
+
+
 def test_broken_folders_are_told(tmp_path: Path) -> None:
     root = tmp_path / "own"
     root.mkdir()

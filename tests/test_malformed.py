@@ -232,7 +232,7 @@ def test_a_value_where_a_table_belongs_and_a_table_where_a_value_belongs(
         (["dataset=digit"], "did you mean 'digits'?"),
         (["dataset=absent.npz"], "absent.npz"),
         (["data=absent"], "data = 'absent'"),
-        (["engine.name=loca"], "did you mean 'local'?"),
+        (["engine.name=loca"], "use 'local' or 'flower'"),
         (["rounds"], "'rounds' is no override"),
         (["=3"], "'=3' is no override"),
         (["local..lr=3"], "is no override"),

@@ -133,7 +133,8 @@ def test_the_resolved_recipe_writes_out_the_defaults_of_the_method(recipe: str) 
         ({"views": {"weak": ""}}, "views.weak: '' is empty"),
         ({"views": {"weak": "a\nb"}}, "views.weak: 'a\\nb' holds characters that cannot be printed"),
         ({"dataset": None}, "dataset: None is not text"),
-        ({"engine": {"device": "gpu"}}, "engine.device: there is no 'gpu'; did you mean 'cpu'?"),
+        ({"scenario": {"known": ["cat", "dog"]}}, "scenario.known: 'cat' is not a whole number"),
+        ({"engine": {"device": "gpu"}}, "engine.device: there is no 'gpu'; use 'cpu' or 'cuda'"),
         ({"scenario": {"labels": "sever"}}, "scenario.labels: there is no 'sever'; did you mean 'server'?"),
         (
             {"scenario": {"clients": 2}},
@@ -195,6 +196,17 @@ def test_the_order_of_overrides_does_not_matter() -> None:
 def test_naming_the_recipes_own_method_keeps_its_fields() -> None:
     assert load_recipe("sage/fashion-mini", ["method=sage"]).method["threshold"] == 0.8
     assert "threshold" not in load_recipe("sage/fashion-mini", ["method=fixmatch-lpl"]).method
+
+
+def test_the_name_of_the_method_as_a_key_switches_the_method_too() -> None:
+    for overrides in (["rounds=3", "method=fixmatch-lpl"], ["method=fixmatch-lpl", "method.unlabelled_weight=2"]):
+        spelt_out = [text.replace("method=", "method.name=") for text in overrides]
+        for order in (spelt_out, spelt_out[::-1]):
+            asked = load_recipe("sage/fashion-mini", order)
+            assert asked.plain() == load_recipe("sage/fashion-mini", overrides).plain()
+    assert load_recipe("sage/fashion-mini", ["method.name=sage"]).method["threshold"] == 0.8
+    with pytest.raises(UserError, match=r"method\.name"):
+        load_recipe("sage/fashion-mini", ["method.name=3"])
 
 
 def test_an_option_of_the_recipes_method_that_another_one_has_too_is_told() -> None:

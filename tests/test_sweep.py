@@ -39,6 +39,14 @@ def test_a_run_is_named_by_its_method_and_what_varies(recipe: str) -> None:
     ]
 
 
+def test_a_method_by_its_full_key_is_the_same_axis(recipe: str) -> None:
+    assert grid(recipe, ["method.name=server-only,fedfixmatch"], "0") == grid(
+        recipe, ["method=server-only,fedfixmatch"], "0"
+    )
+    with pytest.raises(UserError, match="this axis is given 2 times"):
+        grid(recipe, ["method.name=server-only", "method=fedfixmatch"], "0")
+
+
 def test_two_keys_with_one_last_word_are_named_in_full(recipe: str) -> None:
     assert names(recipe, "local.lr=0.1,0.2", "server.lr=0.3,0.4")[0] == "fedfixmatch-local.lr=0.1-server.lr=0.3-seed0"
 

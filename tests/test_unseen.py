@@ -126,6 +126,22 @@ def test_another_set_of_the_same_geometry_is_untouched(tmp_path: Path) -> None:
     assert torch.equal(images_like("other", like, seed=0, data=str(tmp_path)), other.x_test)
 
 
+def test_a_folder_that_nobody_divided_is_unseen_as_a_whole(tmp_path: Path) -> None:
+    pixels = dataset(3, 6, 5, count=10).x_test
+
+    def write(path: Path, image: Tensor) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+
+    for number, image in enumerate(pixels):
+        write(tmp_path / "LSUN" / "resized" / f"{number}.png", image)
+    unseen = images_like("LSUN", dataset(3, 6, 5, seed=1), seed=0, data=str(tmp_path))
+    assert sorted(image.tolist() for image in unseen) == sorted(image.tolist() for image in pixels)
+    for part, image in (("train", pixels[0]), ("test", pixels[1])):
+        write(tmp_path / "divided" / part / "a" / "0.png", image)
+    assert torch.equal(images_like("divided", dataset(3, 6, 5), seed=0, data=str(tmp_path)), pixels[1:2])
+
+
 def test_at_most_count_images_are_drawn_without_replacement_in_order(tmp_path: Path) -> None:
     other = torch.arange(200, dtype=torch.uint8).view(-1, 1, 1, 1).expand(200, 1, 4, 4)
     path = save(tmp_path / "other.npz", other)

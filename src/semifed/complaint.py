@@ -49,8 +49,9 @@ def complaint(error: ValidationError, table: type[BaseModel] | None = None, pref
         return f"{key}: {text}" if path and not _is_table(table, path) else f"{key}.{text}" if key else text
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(first["ctx"]["expected"]))
-        return f"{key}: there is no {shown(value)}; {nearest(str(value), valid)}"
-    wanted = [_KINDS.get(one["type"]) for one in found]
+        hint = f"use {' or '.join(map(repr, valid))}" if len(valid) < 3 else nearest(str(value), valid)
+        return f"{key}: there is no {shown(value)}; {hint}"
+    wanted = list(dict.fromkeys(_KINDS.get(one["type"]) for one in found))  # several items may be wrong alike
     if len(wanted) > 1 and all(wanted):
         return f"{key}: {shown(value)} is neither {' nor '.join(str(name) for name in wanted)}"
     return f"{key or 'recipe'}: {shown(value)} {_fault(first, _keys(table, path))}"

@@ -1,8 +1,15 @@
-"""The VALUE of KEY=VALUE on the command line: TOML, with quotes left out where nothing is lost."""
+"""KEY=VALUE on the command line: special keys, and values as TOML with quotes left out where nothing is lost."""
 
 import re
 import tomllib
 from typing import Any
+
+METHOD_KEYS = ("method", "method.name")  # both switch the method, with all that it brings
+
+
+def moves_numbers(key: str) -> bool:
+    """Whether a dotted key may: neither where clients run does nor where images lie, whose content is compared."""
+    return key != "data" and not key.startswith("engine.")
 
 
 def parsed_value(text: str) -> Any:

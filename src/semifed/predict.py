@@ -15,6 +15,7 @@ from torch import Tensor
 from semifed.complaint import complaint
 from semifed.data.client import outputs_of
 from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
+from semifed.data.scenario import UNKNOWN_NAME
 from semifed.data.views import Views
 from semifed.discovery.gallery import Gallery
 from semifed.errors import UserError, not_written
@@ -25,7 +26,6 @@ from semifed.net import Net
 from semifed.predictions import BATCH
 from semifed.recipe import ModelTable
 
-UNKNOWN_LABEL = "unknown"
 UNKNOWN_INDEX = -1  # its place among the classes
 LABELLED = "labelled.safetensors"
 
@@ -122,7 +122,7 @@ class Model:
         """Label, confidence and unknown score of images uint8 [n, c, h, w] that have the model's size."""
         probabilities, unknown, labels = self.decision_of(images)
         classes = self.description.classes
-        names = [UNKNOWN_LABEL if label == UNKNOWN_INDEX else classes[label] for label in labels.tolist()]
+        names = [UNKNOWN_NAME if label == UNKNOWN_INDEX else classes[label] for label in labels.tolist()]
         return list(zip(names, probabilities.amax(dim=1).tolist(), unknown.tolist(), strict=True))
 
     @torch.no_grad()

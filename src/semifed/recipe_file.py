@@ -10,7 +10,7 @@ from typing import Any
 
 from semifed.complaint import shown, shown_key
 from semifed.errors import UserError
-from semifed.override import parsed_value
+from semifed.override import METHOD_KEYS, parsed_value
 from semifed.recipe import Recipe, check_recipe
 
 ALTERNATIVES = (
@@ -37,7 +37,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, for_training: bool 
         tables = recipe_tables(name)
         _drop_alternatives(tables, {override.partition("=")[0].strip() for override in overrides})
         # The method first: its fields may stand before or after it on the command line.
-        for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() != "method"):
+        for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() not in METHOD_KEYS):
             _apply(tables, override)
         return check_recipe(tables, for_training=for_training)
     except RecursionError:
@@ -158,7 +158,7 @@ def _apply(tables: dict[str, Any], override: str) -> None:
     if path == ["extends"]:
         raise UserError("extends: belongs in a recipe file; on the command line, name the other recipe itself")
     value = parsed_value(text.strip())
-    if path == ["method"] and isinstance(value, str):
+    if ".".join(path) in METHOD_KEYS and isinstance(value, str):
         current = tables.get("method")
         if not isinstance(current, dict) or current.get("name") != value:  # another method brings its own defaults
             tables["method"] = {"name": value}

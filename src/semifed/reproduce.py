@@ -10,6 +10,7 @@ from rich.table import Table
 
 from semifed.errors import UserError, nearest
 from semifed.execution import carry_out_all, refuse_failed, refuse_what_cannot_run, unfinished
+from semifed.override import METHOD_KEYS, moves_numbers
 from semifed.paper_tables import SCALES, Cell, PaperTable, paper_table, selected, table_names
 from semifed.terminal import say, terminal
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:  # a misspelt table is told at once, not after PyTorch is load
     from semifed.report.beside import Beside
 
 NOT_TO_OVERRIDE = {
-    "method": "rows differ by it; choose some with --only",
-    "method.name": "rows differ by it; choose some with --only",
+    **dict.fromkeys(METHOD_KEYS, "rows differ by it; choose some with --only"),
     "seed": "give seeds as --seeds 0,1,2",
 }
 
@@ -38,8 +38,8 @@ class Asked(NamedTuple):
 
     @property
     def changes(self) -> list[str]:
-        """Overrides that may change a number: neither where clients run nor where images lie."""
-        return [text for text in self.overrides if not text.startswith(("engine.", "data="))]
+        """Overrides that may change a number."""
+        return [text for text in self.overrides if moves_numbers(text.partition("=")[0].strip())]
 
 
 class Planned(NamedTuple):

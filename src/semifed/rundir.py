@@ -22,6 +22,7 @@ from semifed.checkpoint import Checkpoint
 from semifed.complaint import shown
 from semifed.durable import PARTIAL, write_atomically
 from semifed.errors import UserError, not_written
+from semifed.override import moves_numbers
 from semifed.recipe import Recipe, with_later_keys
 from semifed.wire import Weights
 
@@ -226,12 +227,12 @@ def finite(value: Any) -> Any:
 
 
 def _refuse_change(stored: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """A resumed run must be the same run; only the engine, which decides no number, may differ."""
+    """A resumed run must be the same run; only what decides no number may differ."""
     old, new = _flat(stored), _flat(wanted)
     if new.get("method.novel") == 0:  # left to the data, which have told it since
         new["method.novel"] = old.get("method.novel")
     for key in sorted(set(old) | set(new)):
-        if not key.startswith("engine.") and old.get(key) != new.get(key):
+        if moves_numbers(key) and old.get(key) != new.get(key):
             raise UserError(
                 f"{path} was started with {key} = {_or_absent(old, key)}, now it is {_or_absent(new, key)}: "
                 "a resumed run keeps its recipe; choose another --out for a new one"

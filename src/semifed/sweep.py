@@ -7,7 +7,7 @@ from itertools import product
 
 from semifed.complaint import shown
 from semifed.errors import UserError
-from semifed.override import split_values
+from semifed.override import METHOD_KEYS, split_values
 from semifed.recipe import Recipe
 from semifed.recipe_file import load_recipe
 from semifed.report.gap import refuse_unknown
@@ -67,6 +67,7 @@ def directory_name(*words: str) -> str:
 def _axis(text: str) -> Axis:
     key, found, values = text.partition("=")
     key, choices = key.strip(), [value.strip() for value in split_values(values)]
+    key = "method" if key in METHOD_KEYS else key
     if not found or not key or not choices:
         raise UserError(f"{shown(text)} is no axis; write KEY=A,B,C")
     if key == "seed":

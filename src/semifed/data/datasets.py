@@ -35,6 +35,7 @@ class Dataset(NamedTuple):
     std: tuple[float, ...]
     source: str
     owner: Tensor | None = None  # int64 [n], client of each training image, where the files say so
+    undivided: bool = False  # nobody said which are to be tested on: we held some out
 
 
 class Entry(NamedTuple):
@@ -159,7 +160,7 @@ def _assembled(name: str, arrays: Arrays, where: str, source: Source | None) -> 
         where += f" (subset: {', '.join(f'{n:,} of {all_:,} {part} images' for n, all_, part in parts)})"
     x_train, y_train, x_test, y_test = (torch.from_numpy(np.require(a, requirements=("C", "W"))) for a in arrays[:4])
     owner = None if arrays.owner is None else torch.from_numpy(arrays.owner)
-    return Dataset(name, x_train, y_train, x_test, y_test, classes, mean, std, where, owner)
+    return Dataset(name, x_train, y_train, x_test, y_test, classes, mean, std, where, owner, arrays.undivided)
 
 
 def moments(x: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -38,6 +38,7 @@ class Arrays(NamedTuple):
     y_test: Labels
     classes: tuple[str, ...] | None = None
     owner: Labels | None = None  # client of each training image, where the files say so
+    undivided: bool = False  # nobody said which are to be tested on: we held some out
 
 
 class Official(NamedTuple):

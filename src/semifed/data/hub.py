@@ -79,7 +79,8 @@ def read_hub_set(text: str) -> Arrays:
     if test is not None:
         return Arrays(x[0], y[0], x[1], y[1], names, owner)
     kept, held = with_a_fifth_held_out(y[0], text)
-    return Arrays(x[0][kept], y[0][kept], x[0][held], y[0][held], names, None if owner is None else owner[kept])
+    owner = None if owner is None else owner[kept]
+    return Arrays(x[0][kept], y[0][kept], x[0][held], y[0][held], names, owner, undivided=True)
 
 
 def _loaded(wanted: HubName, text: str) -> Mapping[str, Any]:

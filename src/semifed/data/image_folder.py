@@ -40,7 +40,7 @@ def read_image_folder(folder: Path) -> Arrays:
 def _with_test_held_out(folder: Path) -> Arrays:
     ((x, y, classes),) = _read_classes([folder])
     kept, held = with_a_fifth_held_out(y, str(folder))
-    return Arrays(x[kept], y[kept], x[held], y[held], classes)
+    return Arrays(x[kept], y[kept], x[held], y[held], classes, undivided=True)
 
 
 def with_a_fifth_held_out(labels: Labels, where: str) -> tuple[Labels, Labels]:
@@ -114,8 +114,9 @@ def pixels_of(image: Image.Image, where: str, size: tuple[int, int] | None = Non
         image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
     if grey is None:
         grey = _is_grey(image.mode)
-    if image.mode in ("P", "PA"):
-        image = image.convert("RGBA")  # palettes with transparency have no direct way to RGB
+    if image.has_transparency_data:
+        whole = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole)  # as on paper
     image = image.convert("L" if grey else "RGB")
     if size is not None and (image.height, image.width) != size:
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
@@ -131,7 +132,9 @@ class CommonForm:
         self.grey = True  # unless one of them is not
 
     def see(self, image: Image.Image) -> None:
-        """Count one more image; its pixels are not read."""
+        """Count one more image; only a TIFF's pixels are read."""
+        if image.format == "TIFF":  # some versions of Pillow turn its size before its pixels, some do not
+            image = ImageOps.exif_transpose(image)
         turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 lie on their side
         self._sizes[(image.width, image.height) if turned else (image.height, image.width)] += 1
         self.grey = self.grey and _is_grey(image.mode)

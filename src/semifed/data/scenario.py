@@ -17,6 +17,7 @@ from semifed.rng import numpy_stream
 
 Positions = NDArray[np.int64]
 UNKNOWN = -1
+UNKNOWN_NAME = "unknown"  # what predictions call an image that is rejected
 
 
 class ScenarioSettings(Protocol):
@@ -117,6 +118,16 @@ def build_scenario(
     are (the oracles of category discovery).
     """
     known = _known_classes(dataset, settings)
+    if UNKNOWN_NAME in (names := [dataset.classes[raw] for raw in known]):
+        raise UserError(
+            f"scenario.known: class {known[names.index(UNKNOWN_NAME)]} of {dataset.name} is called '{UNKNOWN_NAME}', "
+            "as images are that a model rejects; give it another name, or leave it out of the known classes"
+        )
+    if len(dataset.x_train) and dataset.x_train.min() == dataset.x_train.max():
+        raise UserError(
+            f"{dataset.name}: all training images are of one colour; 16-bit pixels are divided by 256, so "
+            "what uses few of these bits comes out black"
+        )
     to_known = np.full(len(dataset.classes), UNKNOWN)
     to_known[list(known)] = np.arange(len(known))
     raw = dataset.y_train.numpy()
@@ -129,12 +140,12 @@ def build_scenario(
     pool = np.setdiff1d(pool, held_out)
     server_labelled: Positions | None = None
     if settings.labels == "server":
-        server_labelled = _labelled_per_class(pool, truth, len(known), settings, dataset, seed)
+        server_labelled = _labelled_per_class(pool, truth, known, settings, dataset, seed)
         rest = np.setdiff1d(pool, server_labelled)
         holdings = [Holding(rest[:0], part) for part in _spread(rest, dataset, settings, seed, "unlabelled")]
     elif settings.labels == "clients" and settings.labelled_per_class is not None:
         # SAGE's protocol: both pools are spread independently, and labelled images are among the unlabelled too.
-        chosen = _labelled_per_class(pool, truth, len(known), settings, dataset, seed)
+        chosen = _labelled_per_class(pool, truth, known, settings, dataset, seed)
         with_labels = _spread(chosen, dataset, settings, seed, "labelled")
         without = _spread(np.setdiff1d(pool, chosen), dataset, settings, seed, "unlabelled")
         holdings = [Holding(own, np.concatenate([other, own])) for own, other in zip(with_labels, without, strict=True)]
@@ -239,17 +250,17 @@ def _held_out(pool: Positions, truth: Positions, settings: ScenarioSettings, see
 
 
 def _labelled_per_class(
-    pool: Positions, truth: Positions, classes: int, settings: ScenarioSettings, dataset: Dataset, seed: int
+    pool: Positions, truth: Positions, known: Sequence[int], settings: ScenarioSettings, dataset: Dataset, seed: int
 ) -> Positions:
     count = settings.labelled_per_class or 0
     rng = numpy_stream(seed, "scenario", "labels")
     chosen = []
-    for label in range(classes):
+    for label, raw in enumerate(known):
         members = pool[truth[pool] == label]
         if len(members) < count:
             raise UserError(
                 f"scenario.labelled_per_class: {count} labels wanted, but {dataset.name} has only {len(members)} "
-                f"training images of known class {label} in this scenario"
+                f"training images of class {raw} ({dataset.classes[raw]}) in this scenario"
             )
         chosen.append(rng.permutation(members)[:count])
     return np.sort(np.concatenate(chosen))

@@ -93,7 +93,10 @@ def converted(images: Tensor, geometry: tuple[int, int, int]) -> Tensor:
 
 
 def images_like(name: str, like: Dataset, *, seed: int, data: str | None = None, count: int = 10_000) -> Tensor:
-    """At most `count` unseen images, uint8 [n, c, h, w], in the geometry of `like`: made, or another test set."""
+    """At most `count` unseen images, uint8 [n, c, h, w], in the geometry of `like`: made, or of another data set.
+
+    These are its test images, or all where nobody divided it: nothing of it is trained on.
+    """
     if count < 1:
         raise UserError(f"count = {count}: expected at least one image")
     generator = torch.Generator().manual_seed(seed)
@@ -107,4 +110,5 @@ def images_like(name: str, like: Dataset, *, seed: int, data: str | None = None,
             f"unknown unseen set '{name}': {hint}\nA path to an .npz or to an image folder also works."
         ) from None
     channels, height, width = like.x_test.shape[1:]
-    return converted(_some(foreign.x_test, count, generator), (channels, height, width)).contiguous()
+    images = torch.cat([foreign.x_train, foreign.x_test]) if foreign.undivided else foreign.x_test
+    return converted(_some(images, count, generator), (channels, height, width)).contiguous()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from semifed.override import moves_numbers
 from semifed.recipe import with_later_keys
 from semifed.report.figures import Point
 from semifed.report.gap import CEILING, FLOOR, gap_caveat, gap_shares, gaps, refuse_unknown
@@ -190,7 +191,7 @@ def _names_block(key: str) -> bool:
 
 def _compared(recipe: Mapping[str, Any]) -> dict[str, Hashable]:
     """The recipe as dotted keys, without what may differ between seeds of one row."""
-    return {key: value for key, value in _flat(with_later_keys(recipe)) if key != "seed" and _table(key) != "engine"}
+    return {key: value for key, value in _flat(with_later_keys(recipe)) if key != "seed" and moves_numbers(key)}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Hashable]]:
