@@ -68,6 +68,21 @@ def test_images_of_ten_classes_fall_into_groups(
     assert f"written: {tmp_path / 'sheets'}" in outcome.out
 
 
+def test_a_file_that_is_no_image_takes_no_group_from_the_others(
+    run: Path, pile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.png").write_text("no image")
+    table = tmp_path / "groups.csv"
+    outcome = semifed(capsys, "discover", str(run), str(tmp_path / "broken.png"), str(pile), "--csv", str(table))
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: left out of 401 images: {tmp_path / 'broken.png'}: not a readable image")
+    assert semifed(capsys, "discover", str(run), str(pile), "--csv", str(tmp_path / "whole.csv")).code == 0
+    assert table.read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    alone = semifed(capsys, "discover", str(run), str(tmp_path / "broken.png"))
+    assert (alone.code, alone.out) == (2, "")
+    assert "broken.png: not a readable image" in alone.err
+
+
 @pytest.fixture(scope="module", params=["untrained", "fed-gcd", "fed-agcl"])
 def short_run(request: pytest.FixtureRequest, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "untrained":
@@ -152,7 +167,7 @@ def test_a_delivered_model_groups_beside_the_labelled_images_of_its_run(
     assert set(stored) == {"features", "labels"}
 
     model = load_model(shutil.copytree(run, tmp_path / "copied"))
-    images = model.pixels([Path(path) for path in some_of(pile)])
+    images = model.see([Path(path) for path in some_of(pile)]).images
     with torch.no_grad():
         shown = net(parts.scenario.views.plain(images))
     expected = parts.method.clusters(Gallery(shown, said, held.labels, seed=1))

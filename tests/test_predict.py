@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from command import Outcome, process, semifed, tiny_tables, weights_of
+from command import Outcome, process, semifed, surroundings, tiny_tables, weights_of
 from semifed.assembly import build_net, prepare_run
 from semifed.errors import UserError
 from semifed.payloads import Prediction
@@ -179,8 +180,8 @@ def test_what_is_not_there(capsys: pytest.CaptureFixture[str], run: Path, digits
         (str(run), str(tmp_path / "empty")): "empty: no images in this folder",
         (str(run), str(tmp_path / "broken.png")): "broken.png: not a readable image",
         (str(run), str(tmp_path / "text.png")): "text.png: not a readable image",
-        (str(run), image, str(tmp_path / "cut.png")): "cut.png: not a readable image",
-        (str(run), image, "--csv", str(tmp_path / "no" / "said.csv")): "No such file or directory",
+        (str(run), str(tmp_path / "cut.png")): "cut.png: not a readable image",
+        (str(run), image, "--csv", str(tmp_path / "text.png" / "said.csv")): "said.csv cannot be written",
     }
     for arguments, message in cases.items():
         outcome = semifed(capsys, "predict", *arguments)
@@ -188,6 +189,33 @@ def test_what_is_not_there(capsys: pytest.CaptureFixture[str], run: Path, digits
             outcome = outcome._replace(out="")  # the table was printed before
         assert message in complaint(outcome)
     assert semifed(capsys, "predict", str(run)).code == 2
+
+
+def test_broken_files_are_told_after_the_others_were_answered(
+    capsys: pytest.CaptureFixture[str], run: Path, digits: Path, tmp_path: Path
+) -> None:
+    good = sorted(digits.rglob("*.png"))[:3]
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_text("no image at all")
+    outcome = semifed(
+        capsys, "predict", str(run), str(tmp_path), *map(str, good), "--csv", str(tmp_path / "new" / "said.csv")
+    )
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: left out of 8 images: {tmp_path / '0.png'}: not a readable image")
+    assert outcome.err.count("not a readable image") == 3
+    assert outcome.err.endswith("; and 2 more\n")
+    assert [row["image"] for row in rows_of(tmp_path / "new" / "said.csv")] == [str(path) for path in good]
+    assert all(path.name in outcome.out for path in good)
+
+
+def test_names_of_any_bytes(run: Path, digits: Path, tmp_path: Path) -> None:
+    name = b"caf\xe9.png"
+    shutil.copy(min(digits.rglob("*.png")), os.fsencode(tmp_path) + b"/" + name)
+    strict = {**surroundings(), "PYTHONIOENCODING": "utf-8:strict"}
+    outcome = process("predict", str(run), ".", "--csv", "said.csv", cwd=tmp_path, env=strict)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "caf?.png" in outcome.out
+    assert name in (tmp_path / "said.csv").read_bytes()
 
 
 def test_a_damaged_model(capsys: pytest.CaptureFixture[str], copied: Path, digits: Path) -> None:

@@ -137,3 +137,17 @@ def test_a_run_that_fails_does_not_keep_the_others_from_running(
     alone = semifed(capsys, "sweep", recipe, "local.lr=1e6", *axes[1:], "--out", "lost")
     assert alone.code == 2
     assert "1 of 1 runs failed" in alone.err
+
+
+def test_a_floor_that_could_not_be_trained_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wild = {"lr": 1e6, "steps": 9, "batch": 16, "weight_decay": 1.0}
+    tables = {**tiny_tables(), "rounds": 1, "local": wild, "server": {"lr": 0.05}}
+    recipe = written(tmp_path / "wild.toml", {**tables, "method": {"name": "fedfixmatch", "threshold": 0}})
+    words = ("--floor", "fedfixmatch", "--reach", "50", "--against", "fedfixmatch", "--out", "grid")
+    outcome = semifed(capsys, "sweep", recipe, "method=fedfixmatch,server-only", *words)
+    assert outcome.code == 2
+    assert outcome.err == "error: 1 of 2 runs failed: fedfixmatch-seed0\n"
+    assert "server-only" in Path("grid/compare.html").read_text()

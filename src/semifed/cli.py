@@ -109,10 +109,12 @@ def sweep(
     waiting = unfinished(runs, out)
     refuse_what_cannot_run([loaded for name, loaded in runs if name in waiting])
     failed = carry_out_all(runs, waiting, out)
-    made = [out / name for name, _ in runs if name not in failed]
+    made = {out / name: str(loaded.method["name"]) for name, loaded in runs if name not in failed}
     if not made:
         refuse_failed(failed, runs)
-    comparison = compare_runs(made, floor=floor, ceiling=ceiling, reach=reach, against=against)
+    # What all runs of a method were to be compared with is not there if all of them failed; the others still are.
+    floor, ceiling, against = (name if name in made.values() else None for name in (floor, ceiling, against))
+    comparison = compare_runs(list(made), floor=floor, ceiling=ceiling, reach=reach, against=against)
     comparison.table(terminal())
     comparison.write_html(out / "compare.html")
     say(f"curves: {out / 'compare.html'}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from semifed.durable import write_atomically
-from semifed.predict import Member, Model
+from semifed.predict import Member, Model, Seen
 from semifed.predictions import BATCH
 from semifed.report.contact_sheet import strip
 
@@ -23,9 +23,9 @@ class Group(NamedTuple):
     confidence: float  # mean over its images: low for a class that has no name
 
 
-def discovered(model: Model, paths: Sequence[Path], sheets: Path | None = None) -> list[Member]:
+def discovered(model: Model, seen: Seen, sheets: Path | None = None) -> list[Member]:
     """Every image with its group; with `sheets`, pictures of the groups are written there."""
-    images = model.pixels(paths)
+    images, paths = seen.images, seen.paths
     found = model.groups(images).tolist()
     sizes = Counter(group for group in found if group >= 0)
     rank = {group: number for number, (group, _) in enumerate(sizes.most_common())}

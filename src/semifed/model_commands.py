@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from semifed.errors import UserError
 from semifed.terminal import say, terminal
 
 REJECTS_NOTHING = "This model calls nothing unknown: its server held no labels to set a threshold with."
@@ -19,23 +20,29 @@ def predict(
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to this file too.")] = None,
 ) -> None:
     """Name the class of images, or call them unknown."""
-    from semifed.predict import images_of, load_model, write_csv
+    from semifed.predict import Answer, images_of, load_model, refuse_unreadable, write_csv
 
     model = load_model(run)
-    answers = list(model.answers(images_of(images)))
+    said = list(model.answers(images_of(images)))
+    answers = [one for one in said if isinstance(one, Answer)]
+    faults = [one for one in said if isinstance(one, UserError)]
+    if not answers:
+        refuse_unreadable(faults, len(said))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("image", overflow="fold")
     table.add_column("label", overflow="fold")
     table.add_column("confidence", justify="right")
     table.add_column("unknown score", justify="right")
     for image, label, confidence, score in answers:
-        table.add_row(Text(str(image)), Text(label), f"{confidence:.3f}", f"{score:.4g}")
+        name = str(image).encode(errors="replace").decode()  # of any bytes; a terminal takes text
+        table.add_row(Text(name), Text(label), f"{confidence:.3f}", f"{score:.4g}")
     terminal().print(table, highlight=False, markup=False)
     if not model.rejects:
         say(REJECTS_NOTHING)
     if csv is not None:
         write_csv(answers, csv)
         say(f"written: {csv}")
+    refuse_unreadable(faults, len(said))
 
 
 def discover(
@@ -46,12 +53,16 @@ def discover(
 ) -> None:
     """Sort images into groups, also those of classes nobody has named."""
     from semifed.discover import described, discovered
-    from semifed.predict import images_of, load_model, write_csv
+    from semifed.predict import images_of, load_model, refuse_unreadable, write_csv
 
     model = load_model(run)
     if model.misses_labels:
         say("This model came without model/labelled.safetensors: images are grouped without the help of labelled ones.")
-    members = discovered(model, images_of(images), sheets)
+    files = images_of(images)
+    seen = model.see(files)
+    if not seen.paths:
+        refuse_unreadable(seen.faults, len(files))
+    members = discovered(model, seen, sheets)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("group", "images", "confidence"):
         table.add_column(title, justify="right")
@@ -68,6 +79,7 @@ def discover(
     for path in (csv, sheets):
         if path is not None:
             say(f"written: {path}")
+    refuse_unreadable(seen.faults, len(files))
 
 
 def export(

@@ -1,6 +1,7 @@
 """A delivered model at work: it needs nothing of its run but the directory `model`."""
 
 import csv
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,7 +19,8 @@ from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
 from semifed.data.scenario import UNKNOWN_NAME
 from semifed.data.views import Views
 from semifed.discovery.gallery import Gallery
-from semifed.errors import UserError, not_written
+from semifed.durable import write_atomically
+from semifed.errors import UserError
 from semifed.methods import AnyMethod, finds_groups, method_class, method_names
 from semifed.models.backbones import Normalisation
 from semifed.models.network import Output, build_network
@@ -28,6 +30,7 @@ from semifed.recipe import ModelTable
 
 UNKNOWN_INDEX = -1  # its place among the classes
 LABELLED = "labelled.safetensors"
+FAULTS_TOLD = 3
 
 Size = Annotated[int, Field(ge=1, le=2**16)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -89,6 +92,14 @@ class Member(NamedTuple):
     confidence: float
 
 
+class Seen(NamedTuple):
+    """Files as a model sees them."""
+
+    images: Tensor  # uint8 [n, c, h, w]
+    paths: list[Path]  # of these
+    faults: list[UserError]  # of the others, which are no images or no longer whole
+
+
 class Labelled(NamedTuple):
     """Images with labels that the model groups others beside: what is known of them is not more than this."""
 
@@ -111,12 +122,13 @@ class Model:
         """Whether it can call an image unknown."""
         return self.description.threshold is not None
 
-    def answers(self, paths: Sequence[Path]) -> Iterator[Answer]:
-        """One for each image file, in their order; a few are in memory at a time."""
+    def answers(self, paths: Sequence[Path]) -> Iterator[Answer | UserError]:
+        """One for each image file, in their order, or what is wrong with it; a few are in memory at a time."""
         for start in range(0, len(paths), BATCH):
-            some = paths[start : start + BATCH]
-            said = self.said_of(self.pixels(some))
-            yield from (Answer(path, *answer) for path, answer in zip(some, said, strict=True))
+            seen = self.see(paths[start : start + BATCH])
+            said = self.said_of(seen.images) if seen.paths else []
+            yield from (Answer(path, *answer) for path, answer in zip(seen.paths, said, strict=True))
+            yield from seen.faults
 
     def said_of(self, images: Tensor) -> list[tuple[str, float, float]]:
         """Label, confidence and unknown score of images uint8 [n, c, h, w] that have the model's size."""
@@ -161,12 +173,19 @@ class Model:
         """What it was trained by."""
         return str(self.description.method["name"])
 
-    def pixels(self, paths: Sequence[Path]) -> Tensor:
-        """The images of files, in the model's size, uint8 [n, c, h, w]."""
-        return torch.from_numpy(np.stack([self._pixels(path) for path in paths]))
-
-    def _pixels(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return read_image(path, self.description.image.size, grey=self.description.image.channels == 1)
+    def see(self, paths: Sequence[Path]) -> Seen:
+        """The images of files, in the model's size; one that cannot be read takes nothing from the others."""
+        channels, size = self.description.image.channels, self.description.image.size
+        seen = Seen(torch.empty(0, channels, *size, dtype=torch.uint8), [], [])
+        pixels = []
+        for path in paths:
+            try:
+                pixels.append(read_image(path, size, grey=channels == 1))
+            except UserError as fault:
+                seen.faults.append(fault)
+            else:
+                seen.paths.append(path)
+        return seen._replace(images=torch.from_numpy(np.stack(pixels))) if pixels else seen
 
 
 def load_model(run: Path) -> Model:
@@ -268,10 +287,16 @@ def images_of(arguments: Sequence[Path]) -> list[Path]:
 
 def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:
     """One line for each image or number, of which there is at least one."""
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(rows[0]._fields)
-            writer.writerows(rows)
-    except OSError as error:
-        raise not_written(path, error) from None
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(rows[0]._fields)
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode(errors="surrogateescape"))  # file names may be of any bytes
+
+
+def refuse_unreadable(faults: Sequence[UserError], images: int) -> None:
+    """Tell what could not be read, after all else has been told."""
+    if faults:
+        told = "; ".join(map(str, faults[:FAULTS_TOLD]))
+        more = f"; and {len(faults) - FAULTS_TOLD} more" if len(faults) > FAULTS_TOLD else ""
+        raise UserError(f"{told}{more}" if images == len(faults) == 1 else f"left out of {images} images: {told}{more}")
