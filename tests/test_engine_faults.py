@@ -246,7 +246,8 @@ def test_too_few_clients_end_the_run_which_can_be_resumed(
 ) -> None:
     recipe = tiny(2, min_clients=3)
     told = (
-        r"round 1: only 2 of 3 clients delivered, min_clients is 3; the last finished round is kept \(client \d+: its"
+        r"round 1: only 2 of 3 clients delivered, min_clients is 3; the last finished round is kept, and --resume with "
+        r"a smaller min_clients goes on from it \(client \d+: its"
     )
     with pytest.raises(UserError, match=told):
         disturbed(monkeypatch, tmp_path / "run", recipe, "exit", ALWAYS)

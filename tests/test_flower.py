@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -301,6 +302,34 @@ def test_a_client_that_sends_anything_costs_its_own_update_alone(
     assert found[1] == "its answer was refused: it cannot be read (KeyError)"
     assert found[2].startswith("its update was refused: could not convert string to float")
     assert found[3].startswith("its update was refused: zip()")
+
+
+def test_an_answer_that_will_be_refused_is_no_reason_not_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Client 1 sends NaN, 2 and 3 are away: with two wanted, it is 2 that the round waits for."""
+    here = World(tmp_path)
+    monkeypatch.setattr(flower, "WAITING_SECONDS", 0.0)
+    original, told = here.grid.app, []
+
+    def broken(message: Any, context: Any) -> Any:
+        reply = original(message, context)
+        if message.metadata.message_type.startswith("train") and context.node_config["partition-id"] == 1:
+            arrays = reply.content["arrays"]
+            for name, array in arrays.items():
+                arrays[name] = type(array)(np.asarray(array.numpy() * np.float32(np.nan)))
+        return reply
+
+    def heard(line: str) -> None:
+        told.append(line)
+        here.grid.gone = {3} if len(told) == 1 else set()
+
+    monkeypatch.setattr(here.grid, "app", broken)
+    here.grid.gone = {2, 3}
+    here.engine = FlowerEngine(here.grid, here.setting, here.parts.method, least=2, patience=60.0, say=heard)
+    answers = here.ask(1)
+    assert told == ["round 1: 1 of 4 clients, waiting for more"]
+    assert reasons(answers) == {3: "it is not connected"}
 
 
 def test_a_node_that_does_not_say_who_it_is_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ import json
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from semifed.process import keep_freed_memory, settle
+from semifed.process import available_cores, keep_freed_memory, settle, time_share
 
 
 def test_a_process_that_trains_has_one_thread() -> None:
@@ -37,3 +38,32 @@ def test_a_client_s_process_imports_what_it_needs(recipe: str) -> None:
     loaded = set(json.loads(told.stdout))
     assert "torch" in loaded
     assert not loaded & {"scipy", "sklearn", "sympy", "matplotlib", "pandas", "semifed.methods.fedlpa"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({}, None),
+        ({"pod/box": "max 100000"}, None),
+        ({"pod/box": "200000 100000"}, 2),
+        ({"pod/box": "150000 100000"}, 2),
+        ({"pod/box": "5000 100000"}, 1),
+        ({"pod": "300000 100000", "pod/box": "max 100000"}, 3),
+        ({"pod": "300000 100000", "pod/box": "400000 100000"}, 3),
+        ({"": "100000 50000"}, 2),
+        ({"pod/box": "nonsense"}, None),
+        ({"elsewhere": "100000 100000"}, None),
+    ],
+)
+def test_a_container_s_share_of_the_processor(limits: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    (groups / "pod" / "box").mkdir(parents=True)
+    (groups / "elsewhere").mkdir()
+    for name, limit in limits.items():
+        (groups / name / "cpu.max").write_text(f"{limit}\n")
+    own.write_text("1:cpu:/other\n0::/pod/box\n")
+    assert time_share(groups, own) == cores
+    own.write_text("1:cpu:/pod/box\n")
+    assert time_share(groups, own) is None
+    assert time_share(groups, tmp_path / "absent") is None
+    assert available_cores() >= 1

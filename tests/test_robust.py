@@ -17,7 +17,7 @@ from semifed.errors import UserError
 from semifed.payloads import Down, Up, Visit
 from semifed.recipe import check_recipe
 from semifed.replies import checked
-from semifed.robust import absurd, change_norms, defence, krum_scores, refuse_idle
+from semifed.robust import TOGETHER, absurd, change_norms, defence, krum_scores, refuse_idle
 from semifed.run import execute
 from semifed.wire import Weights
 from test_flower import model_of, rounds_of
@@ -69,6 +69,24 @@ def test_the_trimmed_mean_in_loops(share: str, dropped: int) -> None:
     columns = rows(updates).T
     expected = [np.mean(sorted(column)[dropped : 10 - dropped]) for column in columns]
     np.testing.assert_allclose(rows(after(f"trimmed({share})", updates))[3], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", ["median", "trimmed(0.2)"])
+@pytest.mark.parametrize("count", [6, 7])
+def test_large_weights_are_compared_in_parts(steps: str, count: int) -> None:
+    """As many as are compared at once, one fewer, one more, and several times as many."""
+    generator = torch.Generator().manual_seed(count)
+    sizes = {"few": TOGETHER - 1, "as many": TOGETHER, "more": TOGETHER + 1, "most": 3 * TOGETHER + 5}
+    updates = [
+        Up({name: torch.randn(size, generator=generator) for name, size in sizes.items()}, torch.tensor(1.0))
+        for _ in range(count)
+    ]
+    (step,) = defence(steps)
+    found = step(updates, updates[0].weights)[0].weights
+    for name in sizes:
+        stack = np.sort(np.stack([one.weights[name].double().numpy() for one in updates]), axis=0)
+        middle = np.median(stack, axis=0) if steps == "median" else stack[1:-1].mean(axis=0)
+        np.testing.assert_allclose(found[name].numpy(), middle, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("hostile", [0, 1, 3])

@@ -202,11 +202,12 @@ def test_a_key_that_came_later_is_at_its_default_in_older_runs(
         rundir.open(recipe(other), resume=True)
 
 
-def test_only_the_engine_and_the_place_of_images_may_change(tmp_path: Path, checked: Recipe) -> None:
+def test_only_what_moves_no_number_may_change(tmp_path: Path, checked: Recipe) -> None:
     rundir = RunDirectory(tmp_path / "run")
     rundir.open(checked, resume=False)
     rundir.close()
-    other = check_recipe({**tiny_tables(), "engine": {"workers": 2, "timeout": 9.0}, "data": str(tmp_path)})
+    changed = {"engine": {"workers": 2, "timeout": 9.0}, "data": str(tmp_path), "min_clients": 0}
+    other = check_recipe({**tiny_tables(), **changed})
     rundir.open(other, resume=True)
 
 

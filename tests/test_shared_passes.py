@@ -93,6 +93,14 @@ def test_the_steps_are_those_of_one_process(lost: tuple[str, ...]) -> None:
     assert helpers.asked == (["features"] if lost == ("features",) else ["features", "gradients"]) * len(steps_of())
 
 
+def test_where_helpers_give_up_every_view_is_looked_at_once() -> None:
+    net = workplace_of(toy())().net
+    net.helpers = Twin(net, ("features",))
+    with patch.object(net, "features", side_effect=net.features) as looked:
+        trained(net, steps_of())
+    assert looked.call_count == sum(map(len, steps_of()))
+
+
 def test_helpers_are_asked_only_where_views_know_nothing_of_each_other() -> None:
     static, tracked = workplace_of(toy())().net, workplace_of(toy_parts(toy_recipe("openfl", "clients")))().net
     for net in (static, tracked):

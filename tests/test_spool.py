@@ -36,6 +36,26 @@ def test_what_is_beyond_the_room_is_the_same_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_are_as_long_as_the_replies_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of 70 MB do not fit in 128 MB: a file of that length for each would waste half of a disk."""
+    asked: list[int] = []
+    monkeypatch.setattr(shared_memory, "FILE", 128 * 64)
+    whole = shared_memory._in_a_file
+
+    def noted(size: int) -> torch.Tensor:
+        asked.append(size)
+        return whole(size)
+
+    monkeypatch.setattr(shared_memory, "_in_a_file", noted)
+    for values, length in ((70 * 16, 70 * 64), (30 * 16, 4 * 30 * 64), (500 * 16, 500 * 64)):
+        spool = Spool(room=0)
+        for seed in range(4):
+            given = {"a": torch.full((values,), float(seed))}
+            assert equal_weights(spool.keep(given), given)
+        assert asked == [length] * max(1, 4 * values * 4 // length)
+        asked.clear()
+
+
 RISE = """
 import sys, torch
 from semifed.engines.shared_memory import Spool

@@ -17,8 +17,7 @@ from semifed.bench.measuring import machine
 from semifed.bench.peers import STEADY, compared, contestants
 from semifed.bench.workload import FEDAVG_DENSE
 from semifed.durable import write_atomically
-from semifed.engines.local import available_cores
-from semifed.process import settle
+from semifed.process import available_cores, settle
 
 
 def main() -> None:

@@ -53,8 +53,7 @@ class Checkpoint:
         `left` tells the round whose end each client goes on from, `changed` what clients now hold, unless they wrote it
         themselves.
         """
-        for client, held in changed.items():
-            self.store.save(client, round_, held)
+        self.store.save_all(round_, changed)
         text = {"round": str(round_), "record": json.dumps(record)}
         # Numbers, not text: a hundred thousand clients may have taken part.
         columns = [torch.from_numpy(np.fromiter(side, np.int64, len(left))) for side in (left, left.values())]

@@ -4,13 +4,14 @@ A round may be repeated after an interruption, and an update may be refused: the
 round's end, so that file stays until a later one is known to count.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from semifed.client_round import Held
-from semifed.durable import packed, write_atomically
+from semifed.durable import packed, write_together
 from semifed.payloads import Nothing
 from semifed.wire import from_arrays, to_arrays
 
@@ -23,9 +24,16 @@ class HeldStore:
 
     def save(self, client: int, round_: int, held: Held) -> None:
         """What a client leaves a round with; nothing is written where there is nothing to remember."""
+        self.save_all(round_, {client: held})
+
+    def save_all(self, round_: int, held: Mapping[int, Held]) -> None:
+        """The same for several clients at once."""
         # An empty Kept is not the same as none: only a method without any writes no file.
-        if held.momentum or held.private or not isinstance(held.kept, Nothing):
-            write_atomically(self.path(client, round_), packed(to_arrays(held), {}))
+        write_together(
+            (self.path(client, round_), packed(to_arrays(one), {}))
+            for client, one in held.items()
+            if one.momentum or one.private or not isinstance(one.kept, Nothing)
+        )
 
     def load(self, client: int, round_: int, kept_type: type) -> Held | None:
         """What a client left a round with, or None if it had nothing to remember."""

@@ -8,8 +8,12 @@ METHOD_KEYS = ("method", "method.name")  # both switch the method, with all that
 
 
 def moves_numbers(key: str) -> bool:
-    """Whether a dotted key may: neither where clients run does nor where images lie, whose content is compared."""
-    return key != "data" and not key.startswith("engine.")
+    """Whether a dotted key may.
+
+    Neither where clients run does, nor where images lie, whose content is compared, nor with how few clients a round
+    is given up.
+    """
+    return key not in ("data", "min_clients") and not key.startswith("engine.")
 
 
 def parsed_value(text: str) -> Any:

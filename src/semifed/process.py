@@ -1,9 +1,11 @@
 """How a process that trains small networks should run."""
 
 import ctypes
+import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +43,29 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _KEPT)) and bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST))
+
+
+def available_cores() -> int:
+    """How many cores this process may use: those it may run on, or fewer where it has a share of their time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, time_share(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")) or cores)
+
+
+def time_share(groups: Path, own: Path) -> int | None:
+    """How many cores' time a container has, rounded up (docker --cpus, limits of Kubernetes); None without a limit."""
+    try:
+        name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    shares = []
+    group = groups / name.strip("/")
+    for directory in (group, *group.parents):
+        if directory == groups.parent:
+            break
+        with suppress(OSError, ValueError):  # "max 100000" where there is no limit; the topmost group has no such file
+            quota, period = map(int, (directory / "cpu.max").read_text().split())
+            shares.append(max(1, -(-quota // period)))
+    return min(shares, default=None)
 
 
 @cache

@@ -208,7 +208,7 @@ class PrivacyTable(Table):
 
 
 class EngineTable(Table):
-    """Where clients run: decides the speed, never the numbers, but for the last digits on a GPU."""
+    """Where clients run: decides the speed, not the numbers, but who is late, and last digits on a GPU."""
 
     name: Literal["local", "flower"] = "local"  # this machine's processes, or Flower's simulation
     workers: Annotated[Whole, Field(ge=0, le=MOST_WORKERS)] = 0  # processes of one thread; 0: one a core

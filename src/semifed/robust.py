@@ -19,6 +19,7 @@ from semifed.wire import SMALL, Weights
 
 ABSURD = 100.0  # times the median change: no client that works as told gets there
 LARGEST_CHANGE = 1e8  # of all weights, whatever others do: networks have overflowed long before
+TOGETHER = 2**13  # weights that are compared at once, of all clients: more would not stay in the processor's cache
 FEWEST = 3  # updates that a median says anything about
 
 
@@ -222,7 +223,8 @@ def _unanimous(updates: list[Any], combined: Callable[[Tensor], Tensor]) -> list
         return updates
     model = {}
     for name, tensor in learnt[0].weights.items():
-        value = combined(torch.stack([one.weights[name].double() for one in learnt]))
+        told = zip(*(one.weights[name].flatten().split(TOGETHER) for one in learnt), strict=True)
+        value = torch.cat([combined(torch.stack(parts).double()) for parts in told]).view(tensor.shape)
         model[name] = (value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype)
     return [one._replace(weights=model) if float(one.samples) > 0 else one for one in updates]
 

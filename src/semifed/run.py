@@ -16,14 +16,14 @@ from semifed.data.datasets import Dataset, content_hash
 from semifed.data.scenario import class_counts
 from semifed.engines import Engine, flower_engine
 from semifed.engines.letters import Setting
-from semifed.engines.local import LocalEngine, available_cores
+from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure, UserError
 from semifed.evaluate import Evaluation, Evaluator
 from semifed.fit import Diverged
 from semifed.method import payload_types
 from semifed.net import Net
 from semifed.privacy import private_mean, spent
-from semifed.process import settle
+from semifed.process import available_cores, settle
 from semifed.progress import Reporter
 from semifed.replies import alike, believable, checked, reasons, sizes_of
 from semifed.report.contact_sheet import strip
@@ -193,7 +193,8 @@ class RoundLoop:
             if len(ups) < recipe.min_clients:
                 raise UserError(
                     f"round {round_}: only {len(ups)} of {len(cohort)} clients delivered, min_clients is "
-                    f"{recipe.min_clients}; the last finished round is kept ({reasons(fresh)})"
+                    f"{recipe.min_clients}; the last finished round is kept, and --resume with a smaller min_clients "
+                    f"goes on from it ({reasons(fresh)})"
                 )
             for step in self._defence:
                 ups = step(ups, down.weights)

@@ -36,15 +36,19 @@ class Helpers(Protocol):
 def shared_features(
     helpers: Helpers, backbone: nn.Module, features: Callable[[Tensor], Tensor], views: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What `features` says of each view, by helpers; gradients reach the backbone's parameters."""
-    learners = {name: one for name, one in backbone.named_parameters() if one.requires_grad}
-    asked = (helpers, features, list(views), list(learners), *learners.values())
-    said: tuple[Tensor, ...] = _Shared.apply(*asked)  # type: ignore[no-untyped-call]
-    return list(said)
+    """What `features` says of each view, by helpers if they can; gradients reach the backbone's parameters."""
+    learners: Weights = {name: one for name, one in backbone.named_parameters() if one.requires_grad}
+    with torch.no_grad():
+        said = helpers.features(learners, views)
+    if said is None:
+        return list(map(features, views))
+    told = (helpers, features, list(views), said, list(learners), *learners.values())
+    known: tuple[Tensor, ...] = _Shared.apply(*told)  # type: ignore[no-untyped-call]
+    return list(known)
 
 
 class _Shared(torch.autograd.Function):
-    """A pass of each view; whatever a lost helper had is computed here."""
+    """Passes that helpers have made; gradients that one of them lost are computed here."""
 
     @staticmethod
     def forward(
@@ -52,19 +56,18 @@ class _Shared(torch.autograd.Function):
         helpers: Helpers,
         features: Callable[[Tensor], Tensor],
         views: list[Tensor],
+        said: Said,
         names: list[str],
         *learners: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.helpers, ctx.features, ctx.views, ctx.names = helpers, features, views, names
+        ctx.helpers, ctx.features, ctx.views, ctx.names, ctx.ticket = helpers, features, views, names, said.ticket
         ctx.save_for_backward(*learners)
-        said = helpers.features(dict(zip(names, learners, strict=True)), views)
-        ctx.ticket = None if said is None else said.ticket
-        return tuple(map(features, views) if said is None else said.features)
+        return tuple(said.features)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        told = None if ctx.ticket is None else ctx.helpers.gradients(ctx.ticket, slopes)
+        told = ctx.helpers.gradients(ctx.ticket, slopes)
         learners = ctx.saved_tensors
         by_view = (
             [_gradient(ctx.features, learners, *one) for one in zip(ctx.views, slopes, strict=True)]
@@ -73,7 +76,7 @@ class _Shared(torch.autograd.Function):
         )
         # One process takes gradients of the last view first, and adds them up as they come.
         totals = [reduce(torch.add, parts) for parts in zip(*reversed(by_view), strict=True)]
-        return (None, None, None, None, *totals)
+        return (None, None, None, None, None, *totals)
 
 
 def _gradient(

@@ -20,8 +20,8 @@ from semifed.bench.precision import lower_precision
 from semifed.bench.scaling import scaling
 from semifed.bench.views import view_speed
 from semifed.durable import write_atomically
-from semifed.engines.local import available_cores
 from semifed.errors import UserError, nearest
+from semifed.process import available_cores
 
 WIDE = 160  # columns of a log, which nobody resizes
 PARTS = ("floor", "peers", "scaling", "precision", "views", "aggregation")

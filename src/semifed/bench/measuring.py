@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 import semifed
-from semifed.engines.local import available_cores
 from semifed.kernels import who_normalises
 from semifed.kernels.averages import who_adds
-from semifed.process import processor
+from semifed.process import available_cores, processor
 from semifed.rundir import git_revision
 
 Cell = str | int | float | None

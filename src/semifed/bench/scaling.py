@@ -24,7 +24,8 @@ from semifed.bench.rounds import Clock, TimedEngine
 from semifed.bench.step_cost import step_cost
 from semifed.bench.workload import FIXMATCH_CNN as WHOLE
 from semifed.bench.workload import Workload
-from semifed.engines.local import LocalEngine, available_cores
+from semifed.engines.local import LocalEngine
+from semifed.process import available_cores
 from semifed.run import execute
 
 STEADY_ROUNDS = 3

@@ -41,13 +41,21 @@ from semifed.progress import Lines
 from semifed.report import write_report
 from semifed.run import execute, setting_of
 from semifed.shared_passes import Helpers
-from semifed.wire import Weights
+from semifed.wire import Weights, fault_of
 
 LETTER, WHO = "letter", "who"
 RAISED = 2  # Flower's code for an app that raised: it would raise again
 WAITING_SECONDS = 5.0  # between two looks for clients that come back
 LETTER_SECONDS = 30 * 24 * 3600.0  # a letter without a time limit; Flower's own, 12 hours, would end a slow round
 QUESTION_SECONDS = 60.0  # a node that does not say who it is within this time is asked again in the next round
+
+
+def _credible(answer: Reply | ClientFailure, down: Any) -> bool:
+    """Whether an answer may count: one that will be refused is no reason not to wait for others."""
+    try:
+        return isinstance(answer, Reply) and fault_of(answer.up, down.weights, answer.up.weights) is None
+    except Exception:  # whatever a client sends may cost its own update, nothing else
+        return False
 
 
 class FlowerEngine:
@@ -106,11 +114,14 @@ class FlowerEngine:
         }
         until = time.monotonic() + self._patience
         answers, absent = self._exchange(round_, letters)
+        told = -1
         while absent and time.monotonic() < until:
-            there = sum(isinstance(one, Reply) for one in answers.values())
+            there = sum(_credible(one, (own or {}).get(client, down)) for client, one in answers.items())
             if there >= min(self._least, len(clients)):
                 break
-            self._say(f"round {round_}: {there} of {len(clients)} clients, waiting for more")
+            if there != told:
+                self._say(f"round {round_}: {there} of {len(clients)} clients, waiting for more")
+            told = there
             time.sleep(WAITING_SECONDS)
             later, absent = self._exchange(round_, {client: letters[client] for client in absent})
             answers |= later

@@ -3,7 +3,6 @@
 Replies are put in client order, so the result does not depend on the number of workers.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from semifed.errors import ClientFailure
 from semifed.net import HOME
 from semifed.payloads import Prediction
 from semifed.predictions import BATCH
+from semifed.process import available_cores
 from semifed.shared_passes import Helpers
 from semifed.wire import Weights, from_arrays, to_arrays
 
@@ -91,10 +91,3 @@ class LocalEngine:
         """End the workers."""
         if self._pool is not None:
             self._pool.close()
-
-
-def available_cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -110,6 +110,6 @@ class Spool:
 
     def _next_part(self, size: int) -> Tensor:
         if self._used + size > len(self._file):  # one file for many replies: a process may map only so many
-            self._file, self._used = _in_a_file(max(size, FILE)), 0
+            self._file, self._used = _in_a_file(size * max(1, FILE // max(size, 1))), 0  # replies are of one size
         self._used += size
         return self._file[self._used - size : self._used]

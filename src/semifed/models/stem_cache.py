@@ -11,10 +11,10 @@ LARGEST = 2**17  # bytes of a stem that is worth keeping: of larger ones a budge
 class StemCache:
     """The stems of images by key, kept in one process as far as its budget of bytes goes.
 
-    A key stands for one view of one image: its position in the shared store, or for plain and mirrored views twice the
-    position plus whether it is mirrored. Images pass the stem one at a time. In a batch the last bits would depend on
-    its size, hence on what is kept already, hence on which clients this process has been before; so the answer is the
-    same whether all, some or none of it is kept. It is not, to the last bit, what a batch gives.
+    A key stands for one image: its position in the shared store. Images pass the stem one at a time. In a batch the
+    last bits would depend on its size, hence on what is kept already, hence on which clients this process has been
+    before; so the answer is the same whether all, some or none of it is kept. It is not, to the last bit, what a batch
+    gives.
     """
 
     def __init__(self, stem: Callable[[Tensor], Tensor], budget: int) -> None:
