@@ -141,15 +141,21 @@ def counts_bounded(updates: list[Any], _: Weights, factor: float | None) -> list
 
 def coordinate_median(updates: list[Any], received: Weights, _: float | None) -> list[Any]:
     """Each weight is the median over clients; of an even number, the mean of the middle two."""
-    return _unanimous(updates, lambda stack: stack.quantile(0.5, dim=0))
+
+    def median(ranked: Tensor) -> Tensor:
+        count = ranked.shape[1]
+        return torch.lerp(ranked[:, (count - 1) // 2].double(), ranked[:, count // 2].double(), 0.5)
+
+    return _unanimous(updates, median)
 
 
 def trimmed_mean(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
     """Each weight is the mean over clients without the given share of the largest and of the smallest values."""
 
-    def trimmed(stack: Tensor) -> Tensor:
-        drop = min(_least_one("trimmed", share, len(stack)), (len(stack) - 1) // 2)
-        return stack.sort(dim=0).values[drop : len(stack) - drop].mean(dim=0)
+    def trimmed(ranked: Tensor) -> Tensor:
+        count = ranked.shape[1]
+        drop = min(_least_one("trimmed", share, count), (count - 1) // 2)
+        return ranked[:, drop : count - drop].double().mean(dim=1)
 
     return _unanimous(updates, trimmed)
 
@@ -217,14 +223,17 @@ def _nearest(
 
 
 def _unanimous(updates: list[Any], combined: Callable[[Tensor], Tensor]) -> list[Any]:
-    """One model for all who learnt anything; updates that nothing was learnt for stay as they are."""
+    """One model for all who learnt anything; updates that nothing was learnt for stay as they are.
+
+    `combined` makes weights of what clients say of them, [weights, clients], the smallest first.
+    """
     learnt = [one for one in updates if float(one.samples) > 0]
     if not learnt:
         return updates
     model = {}
     for name, tensor in learnt[0].weights.items():
         told = zip(*(one.weights[name].flatten().split(TOGETHER) for one in learnt), strict=True)
-        value = torch.cat([combined(torch.stack(parts).double()) for parts in told]).view(tensor.shape)
+        value = torch.cat([combined(torch.stack(part, dim=1).sort(dim=1).values) for part in told]).view(tensor.shape)
         model[name] = (value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype)
     return [one._replace(weights=model) if float(one.samples) > 0 else one for one in updates]
 
