@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from semifed import durable
 from semifed.checkpoint import Checkpoint
 from semifed.client_round import Held
 from semifed.durable import packed, write_together
+from semifed.engines.local import LocalEngine
 from semifed.errors import UserError
+from semifed.held import HeldStore
 from semifed.payloads import Nothing
+from semifed.run import execute
 from semifed.wire import Weights
+from toys import Quiet, place_of, toy_parts, toy_recipe
 
 
 class Waits:
@@ -50,11 +55,10 @@ def test_the_disk_is_waited_for_as_often_whatever_the_number_of_clients(
         checkpoint = Checkpoint(tmp_path / str(clients))
         checkpoint.save(1, Nothing(), {}, dict.fromkeys(held, 1), held)
         waited.append((waits.files, waits.disks))
-        finished = checkpoint.load(Nothing, Nothing)
-        assert finished is not None
-        assert {client: one.momentum["w"].tolist() for client, one in finished.held.items()} == {
-            client: [float(client)] * 3 for client in held
-        }
+        for client in held:
+            found = checkpoint.store.load(client, 1, Nothing)
+            assert found is not None
+            assert found.momentum["w"].tolist() == [float(client)] * 3
     assert waited[0] == waited[1] == (2, 1)
 
 
@@ -102,3 +106,29 @@ def test_only_what_lies_twice_is_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert given["a"] is array
     assert given["b"] is other
     assert given["c"] is not array
+
+
+def test_what_clients_of_earlier_rounds_hold_is_on_disk_alone(tmp_path: Path) -> None:
+    changes = {"local": {"keep_optimizer": True}}
+    parts = toy_parts(toy_recipe("fedavg", "clients", changes, clients_per_round=1, rounds=6))
+    engine = LocalEngine(partial(place_of, parts), parts.scenario, workers=1)
+    execute(parts, tmp_path / "run", Quiet(), engine=engine)
+    assert len(engine.left) > 2
+    assert list(engine._held) == [client for client, round_ in engine.left.items() if round_ == 6]
+    engine.ask(7, 0.05, [], None)
+    assert not engine._held
+    for client, round_ in engine.left.items():
+        stored = Checkpoint(tmp_path / "run" / "checkpoint").store.load(client, round_, Nothing)
+        found = engine._held_by(client)
+        assert stored is not None
+        assert found is not None
+        assert found.momentum.keys() == stored.momentum.keys() != set()
+        assert all(torch.equal(found.momentum[name], array) for name, array in stored.momentum.items())
+
+
+def test_a_damaged_memory_is_told_when_it_is_needed(tmp_path: Path) -> None:
+    store = HeldStore(tmp_path)
+    store.save(3, 1, held_by(1)[0])
+    store.path(3, 1).write_bytes(b"rest is missing")
+    with pytest.raises(UserError, match=r"000001\.safetensors is damaged and cannot be resumed from"):
+        store.load(3, 1, Nothing)

@@ -378,10 +378,14 @@ def test_what_clients_keep_survives_rounds_and_resume(sage: bool, tmp_path: Path
             assert isinstance(answer, Reply)
             last[answer.record.client] = answer.held.kept.weights
     for out in ("whole", "parts"):
-        stored = Checkpoint(tmp_path / out / "checkpoint").load(Ramped, Personal)
-        assert stored is not None
-        assert stored.held.keys() == last.keys()
-        assert all(equal_weights(held.kept.weights, last[client]) for client, held in stored.held.items())
+        checkpoint = Checkpoint(tmp_path / out / "checkpoint")
+        finished = checkpoint.load(Ramped)
+        assert finished is not None
+        assert finished.left.keys() == last.keys()
+        for client, round_ in finished.left.items():
+            held = checkpoint.store.load(client, round_, Personal)
+            assert held is not None
+            assert equal_weights(held.kept.weights, last[client])
     assert whole.rounds[-1]["pseudo"]["used"] > 0
 
 

@@ -60,8 +60,8 @@ def ups_of(parts: Parts, state: Any, round_: int = 1) -> list[Any]:
 
 
 def final_state(parts: Parts, out: Path) -> Any:
-    server_type, _, _, kept_type = payload_types(parts.method)
-    finished = Checkpoint(out / "checkpoint").load(server_type, kept_type)
+    server_type, *_ = payload_types(parts.method)
+    finished = Checkpoint(out / "checkpoint").load(server_type)
     assert finished is not None
     return finished.server
 

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -23,6 +23,7 @@ from command import (
     tiny_tables,
     written,
 )
+from semifed import durable, held
 from semifed.assembly import Parts, prepare_run
 from semifed.errors import UserError
 from semifed.progress import Silent
@@ -85,6 +86,30 @@ def test_a_run_killed_at_any_write_is_resumed_to_the_same_end(
         assert rounds_of(out) == [0, 1, 2]
         assert leftovers(out) == []
     assert moment > 20
+
+
+def test_a_run_killed_amid_what_clients_keep_goes_on_from_the_round_before(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(parts, tmp_path / "whole")
+    out = tmp_path / "run"
+
+    def killed(files: Iterable[tuple[Path, bytes]]) -> None:
+        given = list(files)
+        if given and given[0][0].stem == "000002":
+            path, content = given[0]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content[: len(content) // 2])
+            raise Killed
+        durable.write_together(given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "write_together", killed)
+        with pytest.raises(Killed):
+            run(parts, out)
+    assert rounds_of(out) == [0, 1]
+    run(parts, out, resume=True)
+    assert_same_weights(out, tmp_path / "whole")
 
 
 def test_a_run_killed_between_the_checkpoint_and_its_line_loses_no_round(

@@ -30,7 +30,6 @@ class Finished(NamedTuple):
     server: Any
     record: dict[str, Any]
     left: dict[int, int]  # by client, the round whose end it goes on from
-    held: dict[int, Held]  # what it then held, as far as it lies here
 
 
 class Checkpoint:
@@ -65,7 +64,7 @@ class Checkpoint:
             if last == round_:
                 self.store.forget_before(client, round_)
 
-    def load(self, server_type: type, kept_type: type) -> Finished | None:
+    def load(self, server_type: type) -> Finished | None:
         """The last finished round, or None before the first."""
         rounds = [int(path.stem[6:]) for path in self.directory.glob("round-*.safetensors") if path.stem[6:].isdigit()]
         if not rounds:
@@ -79,15 +78,9 @@ class Checkpoint:
                 arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             left = dict(zip(*arrays.pop(_LEFT).tolist(), strict=True))
             server: Any = from_arrays(server_type, arrays)
-            held = {}
-            for client, round_ in left.items():
-                path = self.store.path(client, round_)
-                found = self.store.load(client, round_, kept_type)
-                if found is not None:
-                    held[client] = found
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged and cannot be resumed from: {error}") from None
-        return Finished(last, server, record, left, held)
+        return Finished(last, server, record, left)
 
     def _file(self, round_: int) -> Path:
         return self.directory / f"round-{round_:06d}.safetensors"

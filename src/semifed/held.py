@@ -7,11 +7,13 @@ round's end, so that file stays until a later one is known to count.
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from semifed.client_round import Held
 from semifed.durable import packed, write_together
+from semifed.errors import UserError
 from semifed.payloads import Nothing
 from semifed.wire import from_arrays, to_arrays
 
@@ -38,7 +40,10 @@ class HeldStore:
     def load(self, client: int, round_: int, kept_type: type) -> Held | None:
         """What a client left a round with, or None if it had nothing to remember."""
         path = self.path(client, round_)
-        return _held(load_file(path), kept_type) if path.exists() else None
+        try:
+            return _held(load_file(path), kept_type) if path.exists() else None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged and cannot be resumed from: {error}") from None
 
     def forget_before(self, client: int, round_: int) -> None:
         """Delete what can never be gone back to."""

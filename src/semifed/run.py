@@ -123,8 +123,8 @@ class RoundLoop:
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
         self.site.net.helpers = self.engine.helpers()
-        server_type, _, _, kept_type = payload_types(self.method)
-        last = self.rundir.checkpoint.load(server_type, kept_type)
+        server_type, *_ = payload_types(self.method)
+        last = self.rundir.checkpoint.load(server_type)
         self.rundir.truncate_rounds(last and last.round, last and last.record)
         evaluation: Evaluation | None = None
         if last is None:
@@ -138,9 +138,9 @@ class RoundLoop:
         else:
             self._refuse_other_images()
             server, first = last.server, last.round + 1
-            self.engine.resume(last.left, last.held)
-        if name := (self.rundir.read_json(IMAGES) or {}).get("run"):  # runs of before have none
-            self.engine.begin(name)
+            self.engine.resume(last.left)
+        name = (self.rundir.read_json(IMAGES) or {}).get("run")  # runs of before have none
+        self.engine.begin(name, self.rundir.checkpoint.store)
         self._sizes = sizes_of(self.evaluator.said_of_one(self.site.net), self.method)
         self.reporter.started(first - 1, self.recipe.rounds)
         for round_ in range(first, self.recipe.rounds + 1):

@@ -11,10 +11,11 @@ from rich.console import Console
 from torch import Tensor
 
 from semifed.assembly import Parts, workplace_of
-from semifed.client_round import Held, Reply
+from semifed.client_round import Reply
 from semifed.engines import Engine
 from semifed.engines.local import LocalEngine
 from semifed.errors import ClientFailure
+from semifed.held import HeldStore
 from semifed.payloads import Prediction
 from semifed.progress import Silent
 from semifed.run import execute
@@ -63,9 +64,9 @@ class TimedEngine:
         self.left = engine.left
         self.exchanges: list[tuple[float, float, int, int]] = []
 
-    def begin(self, run: str) -> None:
+    def begin(self, run: str | None, store: HeldStore) -> None:
         """Passed on."""
-        self._engine.begin(run)
+        self._engine.begin(run, store)
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
@@ -84,9 +85,9 @@ class TimedEngine:
         self._engine.accept(round_, replies)
         self.left = self._engine.left
 
-    def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
+    def resume(self, left: Mapping[int, int]) -> None:
         """Passed on."""
-        self._engine.resume(left, held)
+        self._engine.resume(left)
         self.left = self._engine.left
 
     def predict(self, weights: Weights, images: Tensor) -> Prediction | None:

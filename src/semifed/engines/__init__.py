@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from semifed.client_round import Held, Reply
+from semifed.client_round import Reply
 from semifed.errors import ClientFailure, UserError
+from semifed.held import HeldStore
 from semifed.payloads import Prediction
 from semifed.shared_passes import Helpers
 from semifed.wire import Weights
@@ -18,8 +19,8 @@ class Engine(Protocol):
 
     left: dict[int, int]  # by client, that round; for the checkpoint
 
-    def begin(self, run: str) -> None:
-        """Before any exchange: the name of the run, by which clients elsewhere find what they hold of it."""
+    def begin(self, run: str | None, store: HeldStore) -> None:
+        """Before any exchange: by which name clients elsewhere find what they hold of the run, where those here do."""
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
@@ -29,8 +30,8 @@ class Engine(Protocol):
     def accept(self, round_: int, replies: Sequence[Reply]) -> None:
         """These replies count. A refused one does not: its client goes on from before."""
 
-    def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
-        """Go on where a checkpoint was written: from which round's end, and with what, as far as it lies there."""
+    def resume(self, left: Mapping[int, int]) -> None:
+        """Go on where a checkpoint was written: from which round's end."""
 
     def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
         """What its processes, idle between rounds, make of test images; None where there is nobody to ask."""

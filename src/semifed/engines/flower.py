@@ -25,7 +25,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from semifed.client_round import Held, Reply, Task
+from semifed.client_round import Reply, Task
 from semifed.data.site import read_site
 from semifed.data.views import Views
 from semifed.deploy.certificates import public_pem
@@ -91,9 +91,9 @@ class FlowerEngine:
         self._client_of: dict[int, int] = {}  # by node id
         self._refused: set[int] = set()  # node ids
 
-    def begin(self, run: str) -> None:
-        """Letters name this run."""
-        self._run = run
+    def begin(self, run: str | None, store: HeldStore) -> None:
+        """Letters name this run; clients have stores of their own."""
+        self._run = self._run if run is None else run
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
@@ -131,7 +131,7 @@ class FlowerEngine:
         """These clients go on from this round."""
         self.left.update({reply.record.client: round_ for reply in replies})
 
-    def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
+    def resume(self, left: Mapping[int, int]) -> None:
         """Clients hold what they need themselves."""
         self.left = dict(left)
 

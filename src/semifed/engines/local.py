@@ -14,6 +14,8 @@ from semifed.engines.pool import Job, Pool
 from semifed.engines.shared_memory import Spool
 from semifed.engines.worker import attempt
 from semifed.errors import ClientFailure
+from semifed.held import HeldStore
+from semifed.method import payload_types
 from semifed.net import HOME
 from semifed.payloads import Prediction
 from semifed.predictions import BATCH
@@ -29,7 +31,9 @@ class LocalEngine:
         self, build: Callable[[], Workplace], scenario: Scenario, workers: int = 0, timeout: float | None = None
     ) -> None:
         self.left: dict[int, int] = {}
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, Held] = {}  # what clients were left with in this round; of earlier ones it is on disk
+        self._round: int | None = None
+        self._store: HeldStore | None = None
         self._scenario = scenario
         self._place = build()
         device = self._place.net.device
@@ -39,13 +43,17 @@ class LocalEngine:
         if self.workers > 1 or timeout is not None:  # only another process can be stopped when it takes too long
             self._pool = Pool(build, scenario.dataset.x_train, self.workers, timeout)
 
-    def begin(self, run: str) -> None:
-        """What clients hold lies here: nobody need find it."""
+    def begin(self, run: str | None, store: HeldStore) -> None:
+        """What clients hold is read from where each round's checkpoint left it; without a store it stays in memory."""
+        self._store = store
 
     def ask(
         self, round_: int, lr: float, clients: Sequence[int], down: Any, own: Mapping[int, Any] | None = None
     ) -> list[Reply | ClientFailure]:
         """One round of the given clients, each starting from what it held."""
+        if round_ != self._round and self._store is not None:
+            self._held.clear()
+        self._round = round_
         answers: dict[int, Reply | ClientFailure] = {}
         jobs: list[Job] = []
         for client in clients:
@@ -53,7 +61,7 @@ class LocalEngine:
             if reason := too_few_images(data):
                 answers[client] = ClientFailure(client, reason)
             else:
-                jobs.append((Task(round_, client, lr, self._held.get(client)), data))
+                jobs.append((Task(round_, client, lr, self._held_by(client)), data))
         if self._pool is not None:
             answers |= self._pool.run(jobs, down, own or {}, self._place.method)
         else:
@@ -73,9 +81,15 @@ class LocalEngine:
                 self._held[reply.record.client] = reply.held
             self.left[reply.record.client] = round_
 
-    def resume(self, left: Mapping[int, int], held: Mapping[int, Held]) -> None:
+    def resume(self, left: Mapping[int, int]) -> None:
         """Go on from what a checkpoint holds."""
-        self.left, self._held = dict(left), dict(held)
+        self.left = dict(left)
+
+    def _held_by(self, client: int) -> Held | None:
+        if client in self._held or self._store is None or client not in self.left:
+            return self._held.get(client)
+        *_, kept_type = payload_types(self._place.method)
+        return self._store.load(client, self.left[client], kept_type)
 
     def predict(self, weights: Weights, images: Tensor) -> Prediction | None:
         """By all workers at once, where there are several and more images than one of them takes at a time."""
