@@ -132,3 +132,17 @@ def test_a_damaged_memory_is_told_when_it_is_needed(tmp_path: Path) -> None:
     store.path(3, 1).write_bytes(b"rest is missing")
     with pytest.raises(UserError, match=r"000001\.safetensors is damaged and cannot be resumed from"):
         store.load(3, 1, Nothing)
+
+
+def test_a_client_that_is_asked_twice_in_a_round_never_tears_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (first, second) = HeldStore(tmp_path), held_by(2).values()
+    store.save(3, 1, first)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(UserError, match="cannot be written"):
+            store.save(3, 1, second)
+    kept = store.load(3, 1, Nothing)
+    assert kept is not None
+    assert torch.equal(kept.momentum["w"], first.momentum["w"])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from semifed.client_round import Held
-from semifed.durable import packed, write_together
+from semifed.durable import packed, write_atomically, write_together
 from semifed.errors import UserError
 from semifed.payloads import Nothing
 from semifed.wire import from_arrays, to_arrays
@@ -25,16 +25,16 @@ class HeldStore:
         self.directory = directory
 
     def save(self, client: int, round_: int, held: Held) -> None:
-        """What a client leaves a round with; nothing is written where there is nothing to remember."""
-        self.save_all(round_, {client: held})
+        """What a client leaves a round with, whole or not at all: it may be asked again in this round."""
+        if _worth_keeping(held):
+            write_atomically(self.path(client, round_), packed(to_arrays(held), {}))
 
     def save_all(self, round_: int, held: Mapping[int, Held]) -> None:
-        """The same for several clients at once."""
-        # An empty Kept is not the same as none: only a method without any writes no file.
+        """What clients leave a round with that is not finished yet: nobody reads it before."""
         write_together(
             (self.path(client, round_), packed(to_arrays(one), {}))
             for client, one in held.items()
-            if one.momentum or one.private or not isinstance(one.kept, Nothing)
+            if _worth_keeping(one)
         )
 
     def load(self, client: int, round_: int, kept_type: type) -> Held | None:
@@ -56,6 +56,11 @@ class HeldStore:
     def path(self, client: int, round_: int) -> Path:
         """The file of a client and round."""
         return self.directory / f"{client:06d}" / f"{round_:06d}.safetensors"
+
+
+def _worth_keeping(held: Held) -> bool:
+    """An empty Kept is not the same as none: only a method without any has nothing to remember."""
+    return bool(held.momentum or held.private) or not isinstance(held.kept, Nothing)
 
 
 def _held(arrays: dict[str, Tensor], kept_type: type) -> Held:
