@@ -81,7 +81,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
         write_together([(tmp_path / "file" / "below", b"")])
 
 
-@pytest.mark.parametrize("kind", ["apart", "twice", "transposed", "parts of one", "empty"])
+@pytest.mark.parametrize("kind", ["apart", "twice", "transposed", "parts of one", "overlapping", "empty"])
 def test_packed_arrays_come_back(kind: str, tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(3, 4)
     arrays: dict[str, Weights] = {
@@ -89,6 +89,7 @@ def test_packed_arrays_come_back(kind: str, tmp_path: Path) -> None:
         "twice": {"a": whole, "b": whole, "c": whole.view(4, 3)},
         "transposed": {"a": whole.T, "b": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)},
         "parts of one": {"a": whole[0], "b": whole[1:]},
+        "overlapping": {"a": whole, "b": whole[1:], "c": whole[:2]},
         "empty": {"a": torch.empty(0, 4), "b": torch.empty(0), "c": torch.tensor(3)},
     }
     content = packed(arrays[kind], {"note": "text"})

@@ -19,8 +19,10 @@ PARTIAL = ".partial"
 def packed(arrays: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
     """Named arrays and texts as the content of a safetensors file."""
     # A server may hold one tensor twice (a moving average before its first round); the format wants each its own.
-    first: dict[int, str] = {}
-    shared = {name for name, array in arrays.items() if first.setdefault(array.data_ptr(), name) != name}
+    first: dict[int, str] = {}  # by memory
+    shared = {
+        name for name, array in arrays.items() if first.setdefault(array.untyped_storage().data_ptr(), name) != name
+    }
     own = {
         name: array.clone(memory_format=torch.contiguous_format)
         if name in shared or not array.is_contiguous()
