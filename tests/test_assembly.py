@@ -1,10 +1,11 @@
 """What a recipe makes of a method's wish for further heads."""
 
 import pytest
+import torch
 
-from semifed.assembly import build_workplace, further_heads
+from semifed.assembly import build_workplace, further_heads, prepare_run
 from semifed.errors import UserError
-from toys import toy_recipe
+from toys import toy_dataset, toy_recipe
 
 
 def shapes(method: str, heads: dict[str, str]) -> dict[str, tuple[int, ...]]:
@@ -49,3 +50,10 @@ def test_a_size_that_is_none_is_a_mistake(name: str, size: str) -> None:
     recipe = toy_recipe("openfl", "server", {"model": {"heads": {name: size}}})
     with pytest.raises(UserError, match=rf"model\.heads\.{name}: expected"):
         build_workplace(recipe, (1, 8, 8), 3)
+
+
+def test_images_of_one_colour_are_told_before_any_training() -> None:
+    recipe, dataset = toy_recipe("fedavg", "clients"), toy_dataset()
+    prepare_run(recipe, dataset)
+    with pytest.raises(UserError, match=r"dataset: all training images of .* are of one colour; 16-bit pixels"):
+        prepare_run(recipe, dataset._replace(x_train=torch.full_like(dataset.x_train, 7)))

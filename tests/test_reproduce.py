@@ -207,7 +207,7 @@ def test_missing_data_is_told_before_anything_runs(capsys: pytest.CaptureFixture
         (["toy/table1", "seed=1"], "seed=1: give seeds as --seeds 0,1,2"),
         (["toy/table1", "rouds=1"], "digits-iid, server-only: rouds: unknown key; did you mean 'rounds'?"),
         (["toy/table1", "model.width=[2,2]"], "model.width: expected the channels"),
-        (["toy/table1", "--csv", "none/x.csv"], "none/x.csv cannot be written: No such file"),
+        (["toy/table1", "--csv", "tables/toy.toml/x.csv"], "x.csv cannot be written: "),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_written(

@@ -292,13 +292,6 @@ def test_a_known_class_may_not_be_called_as_rejected_images_are() -> None:
     build_scenario(dataset, settings_of(labelled_per_class=1, known=(0, 2), classes="open"), VIEWS, 0)
 
 
-def test_images_of_one_colour_are_told_before_any_training() -> None:
-    dataset = toy_dataset(per_class=5, classes=3, size=2)
-    black = dataset._replace(x_train=torch.zeros_like(dataset.x_train))
-    with pytest.raises(UserError, match=r"all training images are of one colour; 16-bit"):
-        build_scenario(black, settings_of(labelled_per_class=1), VIEWS, 0)
-
-
 def test_a_class_with_too_few_images_is_told_by_its_name() -> None:
     dataset = toy_dataset(per_class=5, classes=4, size=2)._replace(classes=("ant", "bee", "cat", "dog"))
     scarce = dataset._replace(y_train=torch.where(dataset.y_train == 3, 0, dataset.y_train))

@@ -64,14 +64,16 @@ def read(run: Path) -> dict[str, Any]:
     recipe = load_recipe(str(run / "recipe.toml"))
     parts = prepare_run(recipe)
     server, _, _, kept = payload_types(parts.method)
-    last = Checkpoint(run / "checkpoint").load(server, kept)
+    checkpoint = Checkpoint(run / "checkpoint")
+    last = checkpoint.load(server)
     if last is None:
         sys.exit(f"{run} has no checkpoint")
     raw = parts.scenario.dataset.y_train.numpy()
+    held = {client: checkpoint.store.load(client, round_, kept) for client, round_ in sorted(last.left.items())}
     clients = [
-        compared(held.kept.member.numpy(), raw[parts.scenario.holdings[client].unlabelled], raw.max() + 1)
-        for client, held in sorted(last.held.items())
-        if (held.kept.member >= 0).any()
+        compared(one.kept.member.numpy(), raw[parts.scenario.holdings[client].unlabelled], raw.max() + 1)
+        for client, one in held.items()
+        if one is not None and (one.kept.member >= 0).any()
     ]
     means = {key: statistics.fmean(client[key] for client in clients) for key in MEASURES}
     return run_identity(recipe.plain()) | means

@@ -44,6 +44,11 @@ def prepare_run(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
     dataset = dataset or load(recipe.dataset, recipe.data)
     if not len(dataset.x_train):
         raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")
+    if dataset.x_train.min() == dataset.x_train.max():
+        raise UserError(
+            f"dataset: all training images of {recipe.dataset} are of one colour; 16-bit pixels are divided by 256, "
+            "so what uses few of these bits comes out black"
+        )
     views = Views.parse(recipe.views.weak, recipe.views.strong, mean=dataset.mean, std=dataset.std)
     scenario = build_scenario(dataset, recipe.scenario, views, recipe.seed, **opened(method))
     return told_parts(recipe, scenario)

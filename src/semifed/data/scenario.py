@@ -123,11 +123,6 @@ def build_scenario(
             f"scenario.known: class {known[names.index(UNKNOWN_NAME)]} of {dataset.name} is called '{UNKNOWN_NAME}', "
             "as images are that a model rejects; give it another name, or leave it out of the known classes"
         )
-    if len(dataset.x_train) and dataset.x_train.min() == dataset.x_train.max():
-        raise UserError(
-            f"{dataset.name}: all training images are of one colour; 16-bit pixels are divided by 256, so "
-            "what uses few of these bits comes out black"
-        )
     to_known = np.full(len(dataset.classes), UNKNOWN)
     to_known[list(known)] = np.arange(len(known))
     raw = dataset.y_train.numpy()
