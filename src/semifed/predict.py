@@ -16,7 +16,7 @@ from torch import Tensor
 from semifed.complaint import complaint
 from semifed.data.client import outputs_of
 from semifed.data.image_folder import IMAGE_SUFFIXES, image_files, read_image
-from semifed.data.scenario import UNKNOWN_NAME
+from semifed.data.scenario import UNKNOWN, UNKNOWN_NAME
 from semifed.data.views import Views
 from semifed.discovery.gallery import Gallery
 from semifed.durable import write_atomically
@@ -28,7 +28,6 @@ from semifed.net import Net
 from semifed.predictions import BATCH
 from semifed.recipe import ModelTable
 
-UNKNOWN_INDEX = -1  # its place among the classes
 LABELLED = "labelled.safetensors"
 FAULTS_TOLD = 3
 
@@ -70,7 +69,7 @@ def decided(probabilities: Tensor, unknown: Tensor, threshold: float | None) -> 
     label = probabilities.argmax(dim=1)
     if threshold is not None:
         # In double precision, as the threshold was found: rounding may not move an image across it.
-        label = torch.where(unknown.double() > threshold, UNKNOWN_INDEX, label)
+        label = torch.where(unknown.double() > threshold, UNKNOWN, label)
     return Decision(probabilities, unknown, label)
 
 
@@ -134,7 +133,7 @@ class Model:
         """Label, confidence and unknown score of images uint8 [n, c, h, w] that have the model's size."""
         probabilities, unknown, labels = self.decision_of(images)
         classes = self.description.classes
-        names = [UNKNOWN_NAME if label == UNKNOWN_INDEX else classes[label] for label in labels.tolist()]
+        names = [UNKNOWN_NAME if label == UNKNOWN else classes[label] for label in labels.tolist()]
         return list(zip(names, probabilities.amax(dim=1).tolist(), unknown.tolist(), strict=True))
 
     @torch.no_grad()
