@@ -365,7 +365,7 @@ def replies(site_names: Sequence[str], weights: Weights, counts: Sequence[Sequen
 
 def test_seven_rounds_of_the_server_by_hand() -> None:
     """Two rounds of warm-up (0.25 of 8), then a connection every second round."""
-    options = {"warmup": 0.25, "connect_every": 2, "most_trust": 1e6}
+    options = {"warmup": 0.25, "connect_every": 2, "most_trust": 1e6, "persistence": 0.7}
     parts = toy_parts(toy_recipe("cbafed", "clients", {"method": options}, rounds=8))
     method = parts.method
     assert isinstance(method, CBAFed)
@@ -386,7 +386,7 @@ def test_seven_rounds_of_the_server_by_hand() -> None:
             for name in names
         }
         if round_ in (4, 6):
-            mean = {name: 0.5 * record[name] + 0.5 * mean[name] for name in names}
+            mean = {name: 0.7 * record[name] + 0.3 * mean[name] for name in names}
         if round_ in (1, 2, 4, 6):
             record = mean
         for name in names:

@@ -59,7 +59,8 @@ def test_groups_that_lie_apart_are_found_in_every_way() -> None:
 def test_the_numbers_are_those_of_every_match_tried(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(0, CLASSES, (30,), generator=generator)
-    member = torch.where(torch.rand(30, generator=generator) < 0.6, classes, torch.randint(0, 6, (30,)))
+    guesses = torch.randint(0, 6, (30,), generator=generator)
+    member = torch.where(torch.rand(30, generator=generator) < 0.6, classes, guesses)
     found = judged_groups(member, classes, KNOWN)
     assert found["all"] == pytest.approx(best_match(member, classes))
     assert found["clusters"] == len(member.unique())

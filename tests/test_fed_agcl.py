@@ -10,6 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from semifed.client_round import Task, client_round
+from semifed.data.client import Budget, batches
 from semifed.discovery.finch import finch
 from semifed.discovery.gaussians import (
     LEAST_VARIANCE,
@@ -192,7 +193,8 @@ def test_padding_keeps_the_largest_groups() -> None:
 
 
 def test_groups_of_all_clients_enter_the_loss_from_the_second_round_on() -> None:
-    parts = toy_parts(toy_recipe("fed-agcl", "clients"), toy_dataset(per_class=40))
+    weights = {"unsupervised_share": 0.6, "group_weight": 0.3, "shared_weight": 0.7}
+    parts = toy_parts(toy_recipe("fed-agcl", "clients", {"method": weights}), toy_dataset(per_class=40))
     place, site = place_of(parts), site_of(parts, 1)
     server: Associated = parts.method.setup(place.net.state(), site)
     first = [client_round(place, Task(1, one, 0.01, None), server, parts.scenario.client(one)) for one in (0, 1)]
@@ -205,3 +207,8 @@ def test_groups_of_all_clients_enter_the_loss_from_the_second_round_on() -> None
     local = parts.method.prepare(place.net, server, parts.scenario.client(0), None, Visit(0, 2, 0))
     for group in local.const.member.unique():
         assert len(local.const.shared_member[local.const.member == group].unique()) == 1
+    place.net.network.train()
+    loss = parts.method.loss(place.net, next(iter(batches(local.data, Budget(1, None, 6), (0,)))), local.const)
+    terms = {name: term.item() for name, term in loss.terms.items()}
+    apart = 0.6 * terms["contrast"] + 0.4 * terms["supervised_contrast"]
+    assert loss.value.item() == pytest.approx(apart + 0.3 * terms["groups"] + 0.7 * terms["shared_groups"], rel=1e-5)

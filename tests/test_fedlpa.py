@@ -251,7 +251,9 @@ def test_images_of_no_concept_count_nowhere() -> None:
     position = batch.unlabelled.position
     alone = const.found.member.clone()
     alone[position[1:]] = -1
-    lost = const._replace(found=const.found._replace(member=alone, prior_member=alone))
+    # The prior counts images by a column of its own, which an oracle fills in another way.
+    counted = torch.where(alone < 0, -1, (alone + 1) % len(const.found.prototypes))
+    lost = const._replace(found=const.found._replace(member=alone, prior_member=counted))
     found = here.loss(lost, batch)
     seen = here.net
     seen.network.train()
@@ -263,7 +265,7 @@ def test_images_of_no_concept_count_nowhere() -> None:
     kept = F.normalize(features[[start, start + len(position)]], dim=1) @ const.found.prototypes.T / 0.1
     mean = kept.softmax(dim=1).mean(dim=0)
     prior = torch.full((len(mean),), 0.5)
-    prior[int(alone[position[0]])] += 1
+    prior[int(counted[position[0]])] += 1
     prior = prior / prior.sum()
     assert number(found.terms["prior"]) == pytest.approx(float((mean * (mean / prior).log()).sum()), rel=1e-4)
     nobody = lost._replace(found=lost.found._replace(member=torch.full_like(alone, -1)))
@@ -280,6 +282,20 @@ def test_a_single_concept_has_nothing_to_tell_apart() -> None:
     )
     found = here.loss(const._replace(found=one), here.batch())
     assert number(found.terms["distillation"]) == number(found.terms["prior"]) == 0
+
+
+def test_k_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = guided.guided_concepts
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(args[4])
+        return original(*args, **options)
+
+    monkeypatch.setattr(guided, "guided_concepts", noted)
+    for options in ({"neighbours": 7}, {}):
+        World(**options).prepared(WARMUP + 1)
+    assert asked[0] == 7 != asked[1]
 
 
 def test_a_uniform_prior_is_simgcds_term() -> None:
@@ -599,7 +615,7 @@ def test_concepts_never_leave_the_client() -> None:
 
 
 def test_simgcd_has_a_row_for_every_class() -> None:
-    here = World("fed-simgcd", novel=2)
+    here = World("fed-simgcd", novel=2, entropy_weight=4.0)
     method: FedSimGCD = here.method
     batch = here.batch()
     found = here.loss(Sharpening(2.0), batch)
@@ -620,6 +636,10 @@ def test_simgcd_has_a_row_for_every_class() -> None:
     assert number(found.terms["supervised"]) == pytest.approx(float(named), rel=1e-5)
     assert number(found.terms["distillation"]) == pytest.approx(float(alike), rel=1e-5)
     assert number(found.terms["prior"]) == pytest.approx(even, rel=1e-4)
+    terms = {name: number(value) for name, value in found.terms.items()}
+    unsupervised = terms["distillation"] + 4 * terms["prior"] + terms["contrast"]
+    total = 0.65 * unsupervised + 0.35 * (terms["supervised"] + terms["supervised_contrast"])
+    assert number(found.value) == pytest.approx(total, rel=1e-5)
     answer = method.predict(here.net, batch.unlabelled.plain)
     every = every_logit(here.net(batch.unlabelled.plain)).softmax(dim=1)
     torch.testing.assert_close(answer.unknown, every[:, 3:].sum(dim=1))

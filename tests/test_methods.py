@@ -103,6 +103,24 @@ def test_global_pseudo_labels(threshold: float) -> None:
     )
 
 
+@pytest.mark.parametrize("statistics", ["averaged", "batch"])
+@pytest.mark.parametrize("soft", [False, True])
+def test_global_pseudo_labels_soft_and_by_the_statistics_of_the_batch(statistics: str, soft: bool) -> None:
+    parts = parts_of("fixmatch-gpl", threshold=0.0, soft=soft, statistics=statistics)
+    net, batch, const, down = first_step(parts)
+    _, _, strong = logits_by_hand(net, batch, with_weak=True)
+    received = place_of(parts).net
+    received.load(down.weights)
+    received.network.train(statistics == "batch")
+    with torch.no_grad():
+        weak = received(batch.unlabelled.weak).logits.double()
+    target = weak.softmax(dim=1).numpy() if soft else np.eye(weak.shape[1])[weak.argmax(dim=1)]
+    expected = -np.mean(
+        [t @ np.array(reference.log_probabilities(s.tolist())) for t, s in zip(target, strong, strict=True)]
+    )
+    assert parts.method.loss(net, batch, const).terms["consistency"].item() == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.36, 0.42])
 def test_pseudo_labels_once_a_round(threshold: float) -> None:
     parts = parts_of("fedfixmatch", threshold=threshold, unlabelled_weight=0.6)

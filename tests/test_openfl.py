@@ -14,7 +14,7 @@ from reference.batchnorm import cnn_statistics
 from semifed.assembly import Parts
 from semifed.checkpoint import Checkpoint
 from semifed.client_round import Reply, Task, Workplace, client_round
-from semifed.data.client import Batch, ClientData, batches
+from semifed.data.client import Batch, ClientData, Samples, batches
 from semifed.errors import UserError
 from semifed.fit import Loss, fit
 from semifed.method import payload_types
@@ -193,6 +193,29 @@ def test_the_loss_of_fedssb_at_a_client(name: str) -> None:
     assert {name: term.item() for name, term in loss.terms.items()} == pytest.approx(terms, rel=1e-4)
     total = 0.9 * terms["consistency"] + 0.8 * (0.7 * terms["entropy"] + 0.6 * terms["socr"] + 0.4 * terms["negative"])
     assert loss.value.item() == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["openfl", "fedssb", "fedssb-ema"])
+def test_a_client_with_labels_learns_from_both(name: str) -> None:
+    """The server's loss on its labels, and the loss of its unlabelled images as of a client without any."""
+    parts = parts_of("clients", name=name, **WEIGHTS)
+    net, batch, const, _ = first_step(parts)
+    assert len(batch.labelled)
+    assert len(batch.unlabelled)
+    labelled = batch.labelled
+    weak = [seen(net, view)[:2] for view in (labelled.weak, labelled.flipped)]
+    strong = [seen(net, view)[:2] for view in (labelled.strong, labelled.strong_again)]
+    own, cross, detector = reference.server_objective(
+        weak, strong, labelled.labels.tolist(), WEIGHTS["detector_weight"], strong_too=True
+    )
+    nothing = Samples(labelled.raw[:0], labelled.position[:0], labelled.labels[:0], labelled._views, (0,))
+    alone = parts.method.loss(net, batch._replace(labelled=nothing), const)
+    loss = parts.method.loss(net, batch, const)
+    assert own > 0.1
+    assert loss.value.item() == pytest.approx(own + alone.value.item(), rel=1e-4)
+    assert [loss.terms[term].item() for term in ("supervised", "detector")] == pytest.approx(
+        [cross, detector], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("mask", ["dual", "conf"])
@@ -772,6 +795,19 @@ def test_without_trust_clients_count_alike_whatever_they_hold(name: str) -> None
     after = parts.method.aggregate(state, ups, site)
     assert site.notes["client_weights"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
     expected = sum(array(up.weights["classifier.weight"]) for up in ups[:3]) / 3
+    np.testing.assert_allclose(after.weights["classifier.weight"].numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fedavg_of_table_3_weighs_by_images() -> None:
+    parts = parts_of("server", {"server": {"finetune_epochs": 0}}, weighting="count")
+    state = setup_of(parts)
+    held = zip(ups_of(parts, state), (10.0, 1.0, 500.0, 0.0), strict=True)
+    ups = [up._replace(samples=torch.tensor(samples)) for up, samples in held]
+    site = site_of(parts, 1)
+    after = parts.method.aggregate(state, ups, site)
+    shares = [10 / 511, 1 / 511, 500 / 511, 0.0]
+    assert site.notes["client_weights"] == pytest.approx(shares)
+    expected = sum(share * array(up.weights["classifier.weight"]) for share, up in zip(shares, ups, strict=True))
     np.testing.assert_allclose(after.weights["classifier.weight"].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -1,5 +1,6 @@
 """The tables of keys in the documentation are those of the code. `pytest --regolden` writes them anew."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -40,6 +41,14 @@ def held_to(page: Path, heading: str, expected: str, request: pytest.FixtureRequ
 @pytest.mark.parametrize("name", WITH_OPTIONS)
 def test_a_card_lists_the_options_of_its_method(name: str, request: pytest.FixtureRequest) -> None:
     held_to(DOCS / "methods" / f"{name}.md", SECTION, as_markdown(listing.methods(name)), request)
+
+
+@pytest.mark.parametrize("name", sorted(set(method_names()) - {"untrained"}))
+def test_a_card_numbers_what_was_chosen(name: str) -> None:
+    """The tables of options were once written over these."""
+    card = (DOCS / "methods" / f"{name}.md").read_text()
+    assert re.search(r"^## .*(Choices|chose|paper )", card, re.MULTILINE)
+    assert re.search(r"^\| 1 \|", card, re.MULTILINE)
 
 
 def test_the_page_of_recipes_lists_all_keys(request: pytest.FixtureRequest) -> None:

@@ -62,6 +62,13 @@ def test_the_mean_in_loops_where_there_is_no_noise() -> None:
     assert private_mean([], RECEIVED, Privacy("central", 2.0, 0.0, 1e-5), cohort=4) == []
 
 
+def test_a_client_clips_its_own_change_and_tells_no_count() -> None:
+    found = private_update(update([3.0, 0.0], 4.0), RECEIVED, Privacy("local", 2.0, 0.0, 1e-5))
+    np.testing.assert_allclose(flat(found.weights) - flat(RECEIVED), [1.2, 0.0, 1.6], rtol=1e-5)
+    assert int(found.weights["n"]) == 3
+    assert float(found.samples) == 1.0
+
+
 def test_noise_is_as_large_as_told_and_never_the_same() -> None:
     one, two = (system_noise(0.7, (200, 200)) for _ in range(2))
     assert float(one.std()) == pytest.approx(0.7, rel=0.02)
@@ -104,6 +111,24 @@ def test_epsilon_falls_with_noise_and_with_the_share_of_clients() -> None:
     assert central(4.0, 10) < central(2.0, 10) < central(2.0, 100) < central(2.0, 1000)
     assert central(2.0, 10, rounds=20) < central(2.0, 10, rounds=40)
     assert math.isinf(central(0.0, 10))
+
+
+def test_epsilon_of_cohorts_that_are_drawn() -> None:
+    """Each round counts, whoever was in it; what drawing gains lies between a share of all and nothing."""
+
+    def central(visits: int, *, cohort: int = 10) -> float:
+        return spent(Privacy("central", 1.0, 2.0, 1e-5), clients=1000, cohort=cohort, rounds=200, visits=visits)
+
+    assert central(6) == central(200) == pytest.approx(1.75, abs=0.01)
+    dp = pytest.importorskip("dp_accounting")
+    rdp = pytest.importorskip("dp_accounting.rdp")
+    ledger = rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    one_round = dp.SampledWithoutReplacementDpEvent(1000, 10, dp.GaussianDpEvent(1.0))
+    for _ in range(200):
+        ledger.compose(one_round)
+    assert central(6) == pytest.approx(ledger.get_epsilon(1e-5))
+    # Everybody in every round: nothing is drawn, and again it is rounds that count.
+    assert central(3, cohort=1000) == pytest.approx(renyi_epsilon(1.0, 200, 1e-5), rel=0.01)
 
 
 def run_with(out: Path, method: str, **privacy: Any) -> Path:

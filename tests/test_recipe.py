@@ -133,7 +133,8 @@ def test_the_resolved_recipe_writes_out_the_defaults_of_the_method(recipe: str) 
         ({"views": {"weak": ""}}, "views.weak: '' is empty"),
         ({"views": {"weak": "a\nb"}}, "views.weak: 'a\\nb' holds characters that cannot be printed"),
         ({"dataset": None}, "dataset: None is not text"),
-        ({"scenario": {"known": ["cat", "dog"]}}, "scenario.known: 'cat' is not a whole number"),
+        ({"scenario": {"known": [1.5]}}, "scenario.known: 1.5 is neither a whole number nor text"),
+        ({"scenario": {"known": ["cat", -1]}}, "scenario.known: -1 is out of range: it must be at least 0"),
         ({"engine": {"device": "gpu"}}, "engine.device: there is no 'gpu'; use 'cpu' or 'cuda'"),
         ({"scenario": {"labels": "sever"}}, "scenario.labels: there is no 'sever'; did you mean 'server'?"),
         (

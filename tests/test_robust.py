@@ -116,6 +116,12 @@ def test_clipping_shortens_the_longest_alone() -> None:
     np.testing.assert_allclose(rows(after("clip(2)", updates))[2] - RECEIVED["w"].numpy().ravel(), [0, 0, 4, 0])
 
 
+def test_clients_that_learnt_nothing_do_not_lower_the_limit() -> None:
+    idle = [update([0.0] * 4, samples=0.0)] * 3
+    found = after("clip", [*idle, update([1.0, 0, 0, 0], counter=7), update([2.0, 0, 0, 0], counter=7)])
+    np.testing.assert_allclose(rows(found)[3:, 0] - float(RECEIVED["w"][0, 0]), [1, 1], atol=1e-6)
+
+
 @given(st.lists(st.integers(1, 10**9), min_size=3, max_size=9), st.sampled_from(["counts", "counts(3)"]))
 def test_claims_beyond_the_median_are_cut(claims: list[int], steps: str) -> None:
     """Whatever one client claims, a mean by counts listens to it as to a few usual ones at most."""

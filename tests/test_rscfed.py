@@ -479,7 +479,7 @@ def test_one_group_of_all_without_distances_is_fedavg_of_labels(tmp_path: Path) 
 
 
 def test_the_server_averages_by_the_rule_and_fine_tunes() -> None:
-    here = world("server")
+    here = world("server", labelled_weight=4.0, most_trust=9.0)
     site = site_of(here.parts, round_=3)
     names = site.net.trained_names()
     generator = torch.Generator().manual_seed(0)
@@ -488,7 +488,7 @@ def test_the_server_averages_by_the_rule_and_fine_tunes() -> None:
         for n, has in ((40.0, torch.tensor(True)), (20.0, torch.tensor(False)), (30.0, torch.tensor(False)))
     ]
     after = here.method.aggregate(here.down, ups, site)
-    rule = Consensus(3, 0.5, 1.4, 0.014, 6.0, 6.0)
+    rule = Consensus(3, 0.5, 1.4, 0.014, 4.0, 9.0)
     again = site_of(here.parts, round_=3)
     weight = rule.shares(ups, list(again.net.named_parameters()), again.stream("groups"))
     mixed = {

@@ -219,6 +219,8 @@ def test_given_owners_are_kept() -> None:
         ({"known": (0, 0)}, r"scenario\.known: \[0, 0\] must be different classes from 0 to 4"),
         ({"known": (1, 5)}, r"scenario\.known: \[1, 5\] must be"),
         ({"known": ()}, r"scenario\.known: \[\] must be"),
+        ({"known": (1, "class 1")}, r"scenario\.known: \[1, 'class 1'\] must be different"),
+        ({"known": (1, "Class3")}, r"scenario\.known: toy has no class 'Class3'; did you mean 'class 3'\?"),
         ({"classes": "open"}, r"scenario\.classes=open needs classes that are not known: give fewer than 5"),
         ({"classes": "novel", "known_count": 5}, r"scenario\.classes=novel needs"),
         ({"labelled_fraction": None, "labelled_per_class": 21}, r"scenario\.labelled_per_class: 21 .* only 20"),
@@ -231,6 +233,16 @@ def test_mistakes_name_their_key(changes: dict[str, Any], words: str) -> None:
     chosen = settings_of(**{"labelled_fraction": 0.5, **changes})
     with pytest.raises(UserError, match=words):
         build_scenario(toy_dataset(size=2), chosen, VIEWS, 0)
+
+
+def test_known_classes_may_be_given_by_name() -> None:
+    dataset = toy_dataset(size=2)
+    chosen = [
+        build_scenario(dataset, settings_of(labelled_fraction=0.5, classes="open", known=known), VIEWS, 0)
+        for known in ((1, 3), ("class 3", "class 1"), ("class 3", 1))
+    ]
+    assert [one.known for one in chosen] == [(1, 3)] * 3
+    assert chosen[1].class_names() == ["class 1", "class 3"]
 
 
 def test_no_images_left_is_told() -> None:

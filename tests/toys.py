@@ -148,6 +148,9 @@ class Quiet:
         self.warnings: list[str] = []
         self._stop_after = stop_after
 
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Nothing."""
+
     def started(self, first: int, rounds: int) -> None:
         """Nothing."""
 

@@ -163,7 +163,10 @@ def partition(
     from semifed.assembly import prepare_run
     from semifed.data.scenario import class_counts
     from semifed.report import draw_partition, partition_table
+    from semifed.report.partition import refuse_other_pictures
 
+    if out is not None:  # before data are loaded
+        refuse_other_pictures(out)
     counts = class_counts(prepare_run(loaded).scenario)
     partition_table(counts, terminal())
     if out is not None:

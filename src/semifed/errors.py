@@ -10,6 +10,7 @@ class UserError(Exception):
     """Something the user can put right: shown without a traceback, exit code 2."""
 
 
+MOST_NAMES = 50  # in a hint
 LONGEST = 300  # letters of a text that a client may have shown
 
 
@@ -33,9 +34,10 @@ def legible(said: object) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint for a misspelt name: the closest valid one, or all of them if none is close."""
+    """A hint for a misspelt name: the closest valid one, or all of them (of very many the first) if none is close."""
     names = sorted(valid)
     if not names:
         return "nothing may stand here"
     close = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else "valid: " + ", ".join(names)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(names[:MOST_NAMES])}{more}"

@@ -39,9 +39,19 @@ def leaving_at_once(run: Path | None = None, *, go_on: str = "") -> Iterator[Non
 
 
 def carry_out(
-    recipe: "Recipe", out: Path, *, resume: bool, quiet: bool, tensorboard: bool = False, go_on: str = ""
+    recipe: "Recipe",
+    out: Path,
+    *,
+    resume: bool,
+    quiet: bool = False,
+    pause: float = 0,
+    tensorboard: bool = False,
+    go_on: str = "",
 ) -> dict[str, Any]:
-    """One run with its report, and its events if TensorBoard is to read them; its summary."""
+    """One run with its report, and its events if TensorBoard is to read them; its summary.
+
+    Where there is no terminal, rounds that end within so many seconds `pause` of the last that was told are not.
+    """
     from semifed.assembly import prepare_run
     from semifed.progress import Bar, Lines, Reporter, Silent
     from semifed.report import write_report
@@ -51,7 +61,7 @@ def carry_out(
 
     console = terminal()
     reporter: Reporter = (
-        Silent(Console(stderr=True)) if quiet else Bar(console) if console.is_terminal else Lines(console)
+        Silent(Console(stderr=True)) if quiet else Bar(console) if console.is_terminal else Lines(console, pause=pause)
     )
     events = Events(reporter, out) if tensorboard else None
     result = RunDirectory(out).finished(recipe) if resume else None
@@ -76,9 +86,8 @@ def carry_out_all(runs: "Runs", waiting: Mapping[str, bool], out: Path) -> list[
         state = "" if name in waiting else ": finished before"
         say(f"[{number}/{len(runs)}] {name}{state}")
         if name in waiting:
-            quiet = not terminal().is_terminal
             try:
-                carry_out(recipe, out / name, resume=waiting[name], quiet=quiet, go_on="give the same command again")
+                carry_out(recipe, out / name, resume=waiting[name], pause=60, go_on="give the same command again")
             except UserError as error:  # the others may go well
                 say(f"failed: {error}")
                 failed.append(name)

@@ -19,15 +19,15 @@ def moves_numbers(key: str) -> bool:
 def parsed_value(text: str) -> Any:
     """Numbers, booleans, lists and tables as in TOML; any other text is itself.
 
-    >>> [parsed_value(text) for text in ("1e-3", "true", "[16, 32]", "[mnist, gaussian]", "flip crop(4)")]
-    [0.001, True, [16, 32], ['mnist', 'gaussian'], 'flip crop(4)']
+    >>> [parsed_value(text) for text in ("1e-3", ".5", "true", "[16, 32]", "[mnist, gaussian]", "flip crop(4)")]
+    [0.001, 0.5, True, [16, 32], ['mnist', 'gaussian'], 'flip crop(4)']
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         if text.startswith("[") and text.endswith("]") and text.count("[") == 1:
             return [parsed_value(part.strip()) for part in split_values(text[1:-1])]
-        return text
+        return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
 
 
 def split_values(text: str) -> list[str]:

@@ -6,16 +6,20 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 WIDE = 120  # columns that have room for everything
 WIDE_BAR, NARROW_BAR = 40, 5
 FRAME = 28  # columns of the word, the count, the time left and the gaps
+STAGE_PAUSE = 10  # seconds between lines about one stage
 
 
 class Reporter(Protocol):
-    """Told about each finished round."""
+    """Told about each finished round, and about the server's training before and after all of them."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """So far is what takes time outside of rounds: the warm-up, models for the threshold."""
 
     def started(self, first: int, rounds: int) -> None:
         """Before the first round of this process."""
@@ -36,6 +40,9 @@ class Silent:
     def __init__(self, console: Console) -> None:
         self._console = console
 
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Nothing."""
+
     def started(self, first: int, rounds: int) -> None:
         """Nothing."""
 
@@ -51,7 +58,18 @@ class Silent:
 
 
 class Lines(Silent):
-    """A line a round, for logs and files."""
+    """A line a round, for logs and files; or one in so many seconds, and one at the end."""
+
+    def __init__(self, console: Console, *, pause: float = 0) -> None:
+        super().__init__(console)
+        self._pause = pause
+        self._said = self._stage_said = monotonic()
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Where it takes long."""
+        if monotonic() - self._stage_said >= max(self._pause, STAGE_PAUSE):
+            self._stage_said = monotonic()
+            self._console.print(f"{name} {done}/{total}", highlight=False, soft_wrap=True)
 
     def started(self, first: int, rounds: int) -> None:
         """Remember how far there is to go."""
@@ -59,6 +77,9 @@ class Lines(Silent):
 
     def finished_round(self, record: Mapping[str, Any]) -> None:
         """Round, loss, metrics, speed and time left."""
+        if monotonic() - self._said < self._pause and record["round"] < self._rounds:
+            return
+        self._said = monotonic()
         done = record["round"] - self._first
         left = (monotonic() - self._began) / done * (self._rounds - record["round"]) if done else 0
         self._console.print(
@@ -74,7 +95,7 @@ class Bar(Silent):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._bar = Progress(
-            TextColumn("round"),
+            TextColumn("{task.description}"),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=NARROW_BAR if console.width < WIDE else WIDE_BAR),
             TextColumn("{task.fields[facts]}"),
@@ -82,10 +103,20 @@ class Bar(Silent):
             console=console,
         )
         self._latest: Mapping[str, Any] = {}
+        self._stages: dict[str, TaskID] = {}
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """A bar of its own, which goes when all is done."""
+        if name not in self._stages:
+            self._stages[name] = self._bar.add_task(name, total=total, facts="")
+            self._bar.start()
+        self._bar.update(self._stages[name], completed=done)
+        if done == total:
+            self._bar.remove_task(self._stages.pop(name))
 
     def started(self, first: int, rounds: int) -> None:
         """Show the bar."""
-        self._task = self._bar.add_task("", total=rounds, completed=first, facts="")
+        self._task = self._bar.add_task("round", total=rounds, completed=first, facts="")
         self._bar.start()
 
     def finished_round(self, record: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ class ScenarioTable(Table):
     labelled_per_class: AtLeastOne | None = None  # over all data; at clients these are among the unlabelled too (SAGE)
     labelled_fraction: Annotated[float, Field(gt=0, le=1)] | None = None  # of each client's known images (FedLPA)
     labelled_clients: AtLeastOne | None = None  # so many hold labels of all their known images, the others none
-    known: tuple[Count, ...] | None = None  # numbers of the known classes; without it and the next all are
+    known: tuple[Count | Text, ...] | None = None  # names of classes or their numbers from 0; else the next, or all
     known_count: AtLeastOne | None = None  # the first so many
     subset: AtLeastOne | None = None  # training images, every class in proportion; without it all
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the known images, kept at the server

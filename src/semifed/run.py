@@ -123,6 +123,7 @@ class RoundLoop:
     def run(self) -> dict[str, Any]:
         """All rounds, then the summary, the model and the report."""
         self.site.net.helpers = self.engine.helpers()
+        self.site.tell = self.reporter.stage
         server_type, *_ = payload_types(self.method)
         last = self.rundir.checkpoint.load(server_type)
         self.rundir.truncate_rounds(last and last.round, last and last.record)

@@ -13,7 +13,7 @@ from semifed.net import Net
 from semifed.rng import torch_stream
 from semifed.wire import Weights, all_finite
 
-FINE_TUNE = "fine-tune"
+WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 
 
 class ServerSite:
@@ -37,6 +37,7 @@ class ServerSite:
         self.rounds = rounds
         self.lr = optimiser.lr
         self.notes: dict[str, object] = {}
+        self.tell: Callable[[str, int, int], None] = lambda *_: None  # who waits, how far a long training is
         self._optimiser = optimiser
         self._batch = batch
         self._warmup_epochs = warmup_epochs
@@ -45,7 +46,7 @@ class ServerSite:
 
     def warm_up(self, weights: Weights, loss: Callable[[Net, Batch], Loss]) -> Weights:
         """Weights after the server's training before the first round; unchanged if it holds no labels."""
-        return self._train(weights, loss, self._warmup_epochs, "warm-up")
+        return self._train(weights, loss, self._warmup_epochs, WARM_UP)
 
     def fine_tune(
         self,
@@ -115,6 +116,8 @@ class ServerSite:
                 yield batch  # the loop comes back for the next batch when this one's step is done
                 if count % per_epoch == 0:
                     after_epoch(self.net.state() | kept)
+                    if purpose == WARM_UP:
+                        self.tell(WARM_UP, count // per_epoch, epochs)
 
         fitted = fit(self.net, steps(), loss, self._optimiser._replace(lr=self.lr))
         self.note(server_loss=fitted.terms)

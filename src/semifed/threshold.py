@@ -8,7 +8,8 @@ images its model has learnt. The delivered model's threshold has the same rank a
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -68,11 +69,17 @@ def held_out(method: AnyMethod, site: ServerSite, initial: Weights, count: int) 
         there = copy.copy(site)
         there.labelled = held._replace(labelled=held.labelled[~out], labels=held.labels[~out])
         there.notes = {}
+        there.tell = partial(_as_part_of_all, site.tell, fold, int(fold_of.max()) + 1)
         site.net.load(method.delivered(method.setup(initial, there)))
         yield (
             scores(method, site.net, held.views.plain(held.images[held.labelled[out]])),
             scores_of_views(method, there),
         )
+
+
+def _as_part_of_all(tell: Callable[[str, int, int], None], fold: int, folds: int, _: str, done: int, all_: int) -> None:
+    """One fold's warm-up as a part of what all of them take."""
+    tell("threshold", fold * all_ + done, folds * all_)
 
 
 def ranks(new: Scores, learnt: Scores) -> Scores:

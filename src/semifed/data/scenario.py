@@ -12,7 +12,7 @@ from semifed.data.client import ClientData
 from semifed.data.datasets import Dataset
 from semifed.data.partition import partition
 from semifed.data.views import Views
-from semifed.errors import UserError
+from semifed.errors import UserError, nearest
 from semifed.rng import numpy_stream
 
 Positions = NDArray[np.int64]
@@ -40,7 +40,7 @@ class ScenarioSettings(Protocol):
     @property
     def labelled_clients(self) -> int | None: ...
     @property
-    def known(self) -> Sequence[int] | None: ...
+    def known(self) -> Sequence[int | str] | None: ...
     @property
     def known_count(self) -> int | None: ...
     @property
@@ -204,7 +204,7 @@ def class_counts(scenario: Scenario) -> dict[str, object]:
 def _known_classes(dataset: Dataset, settings: ScenarioSettings) -> tuple[int, ...]:
     total = len(dataset.classes)
     if settings.known is not None:
-        known = sorted(settings.known)
+        known = sorted(_class_number(named, dataset) for named in settings.known)
         if len(set(known)) < len(known) or not known or known[0] < 0 or known[-1] >= total:
             raise UserError(f"scenario.known: {list(settings.known)} must be different classes from 0 to {total - 1}")
     else:
@@ -218,6 +218,14 @@ def _known_classes(dataset: Dataset, settings: ScenarioSettings) -> tuple[int, .
             f"give fewer than {total} in scenario.known or scenario.known_count"
         )
     return tuple(known)
+
+
+def _class_number(named: int | str, dataset: Dataset) -> int:
+    if isinstance(named, int):
+        return named
+    if named not in dataset.classes:
+        raise UserError(f"scenario.known: {dataset.name} has no class '{named}'; {nearest(named, dataset.classes)}")
+    return dataset.classes.index(named)
 
 
 def _pool(raw: Positions, truth: Positions, settings: ScenarioSettings, seed: int) -> Positions:

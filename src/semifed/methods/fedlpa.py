@@ -74,7 +74,7 @@ class FedLPA(Method[Server, Down, Up, Const, Found]):
     density: Literal["plain", "logit"] = "plain"  # of the confidences or of their logits
     refresh: Annotated[int, Field(ge=1)] = 1  # R, rounds
     prior_weight: NonNegative = 0.5  # epsilon
-    divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"  # of predictions and prior; kl_fwd: KL(prior | predictions)
+    divergence: Literal["kl", "jsd", "kl_fwd"] = "kl"  # of predictions and prior; kl_fwd: of prior and predictions
     smoothing: NonNegative = 0.5  # delta
     prior: Literal["concepts", "uniform", "oracle"] = "concepts"  # uniform: SimGCD's assumption
     concepts: Literal["found", "oracle"] = "found"  # oracle: the true classes, a bound

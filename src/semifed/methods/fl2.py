@@ -51,7 +51,7 @@ class FL2(Method[Moving, Down, Reply, Kept]):
 
     threshold: Share = 0.95  # of the high-confidence part; which images are kept adapts itself
     radius: NonNegative = 0.1  # rho
-    floor: NonNegative = 0.01  # eta, what ASAM adds to |theta|
+    floor: NonNegative = 0.01  # eta, what ASAM adds to the size of theta
     server_momentum: Share = 0.5  # beta_g of SemiFL
 
     def setup(self, weights: Weights, site: ServerSite) -> Moving:

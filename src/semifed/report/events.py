@@ -45,6 +45,10 @@ class Events:
         self._write(record)
         self._told_too.finished_round(record)
 
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Not for TensorBoard."""
+        self._told_too.stage(name, done, total)
+
     def warn(self, text: str) -> None:
         """Not for TensorBoard."""
         self._told_too.warn(text)

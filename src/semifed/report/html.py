@@ -1,6 +1,7 @@
 """HTML pages from the templates of this package: one file each, nothing loaded from anywhere."""
 
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,16 +18,18 @@ def render(template: str, **context: object) -> str:
     return _environment().get_template(template).render(palette=PALETTE, **context)
 
 
-def write_page(path: Path, text: str) -> None:
-    """Writes the page so that a reader sees the old one or the new one, never half of it."""
+def write_page(path: Path, content: str | bytes) -> None:
+    """Writes a page or picture so that a reader sees the old one or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, path)
     except OSError as error:
         raise not_written(path, error) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 @cache

@@ -1,14 +1,15 @@
 """Who holds what: the images of every client by class, as a bubble plot and as a table."""
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semifed.errors import UserError, nearest
+from semifed.report.html import write_page
 from semifed.report.rundir_reader import finite
 from semifed.report.svg import PALETTE, inline_svg, page_style
 from semifed.report.words import count
@@ -82,17 +83,23 @@ class Bubbles(NamedTuple):
 
 def draw_partition(partition: Mapping[str, Any], path: Path | None) -> str | None:
     """Bubble plot of classes (rows) by clients (columns): to a .png or .svg file, or as inline SVG if path is None."""
-    if path is not None and path.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"{path}: expected a name that ends in .png or .svg; {nearest(path.suffix, ('.png', '.svg'))}")
+    if path is not None:
+        refuse_other_pictures(path)
     holdings = _legible(_holdings(partition))
     with page_style():
         figure = _bubbles(holdings)
         if path is None:
             return inline_svg(figure, _description(holdings))
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=200, facecolor=PALETTE["paper"].light)
-    os.replace(partial, path)
+        drawn = BytesIO()
+        figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=200, facecolor=PALETTE["paper"].light)
+    write_page(path, drawn.getvalue())
     return None
+
+
+def refuse_other_pictures(path: Path) -> None:
+    """A `UserError` for a name that does not end in what can be drawn."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"{path}: expected a name that ends in .png or .svg; {nearest(path.suffix, ('.png', '.svg'))}")
 
 
 def partition_table(partition: Mapping[str, Any], console: "Console") -> None:
