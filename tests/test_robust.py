@@ -22,7 +22,7 @@ from semifed.run import execute
 from semifed.wire import Weights
 from test_flower import model_of, rounds_of
 from test_golden import recipe_tables
-from toys import Quiet, equal_weights, toy_parts, toy_recipe
+from toys import Quiet, equal_weights, toy_dataset, toy_parts, toy_recipe
 
 RECEIVED: Weights = {"w": torch.tensor([[1.0, -2.0], [0.5, 0.0]]), "n": torch.tensor(7)}
 
@@ -212,6 +212,26 @@ def test_a_rough_look_refuses_whom_exact_norms_refuse(exponents: list[int], idle
     near = any(abs(norm / (100 * usual) - 1) < 1e-4 for norm in norms if usual > 0)
     near |= any(abs(norm / 1e8 - 1) < 1e-4 for norm in norms)
     assert near or [fault is not None for fault in absurd(updates, received)] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "method", "labels", "told"),
+    [
+        ("label-flip", 0.5, "fixmatch-lpl", "server", "no client holds a label that could be flipped"),
+        ("lie", 0.5, "fixmatch-lpl", "clients", "report nothing to lie about"),
+        ("sign-flip", 0.05, "fixmatch-lpl", "clients", "0.05 of 4 clients is nobody; 0.25 is one"),
+    ],
+)
+def test_attacks_that_would_change_nothing_are_refused(
+    kind: str, share: float, method: str, labels: str, told: str
+) -> None:
+    recipe = toy_recipe(method, labels, {"attack": {"kind": kind, "share": share}})
+    with pytest.raises(UserError, match=told):
+        prepare_run(recipe, toy_dataset())
+
+
+def test_openfls_clients_have_something_to_lie_about() -> None:
+    prepare_run(toy_recipe("openfl", "server", {"attack": {"kind": "lie", "share": 0.5}}), toy_dataset())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from semifed.net import Net
 from semifed.payloads import Prediction, Server
 from semifed.recipe import Recipe
 from semifed.recipe_file import load_recipe
+from semifed.run import execute
 from semifed.server import ServerSite
 from semifed.threshold import ROUGH, VIEWS, assigned_folds, held_out, ranks, rejection_threshold, scores_of_views
 from semifed.wire import Weights
@@ -152,6 +153,30 @@ def test_no_threshold_without_labels_at_the_server() -> None:
     site, initial = site_of(toy_recipe("fixmatch-lpl", "clients"))
     found = rejection_threshold(Brightness(), site, initial, initial, 0.9, FOLDS)
     assert found == (None, "nothing: the server holds no labels")
+
+
+@pytest.mark.parametrize("labels", ["clients", "server"])
+def test_images_held_back_decide_at_once(labels: str) -> None:
+    changes = {"views": {"weak": "none", "strong": "none"}, "scenario": {"validation_fraction": 0.3}}
+    recipe = toy_recipe("fixmatch-lpl", labels, changes)
+    site, initial = site_of(recipe)
+    held = toy_parts(recipe).scenario.validation
+    assert held is not None
+    found = rejection_threshold(Brightness(), site, initial, initial, 0.9, FOLDS, held)
+    bright = sorted(held.views.plain(held.images[held.labelled]).mean(dim=(1, 2, 3)).double().tolist())
+    assert found.value == pytest.approx(np.quantile(bright, 0.9))
+    assert found.calibrated_on == f"{len(bright)} labelled images that nobody trained on"
+
+
+def test_clients_with_labels_can_reject_too(tmp_path: Path) -> None:
+    """A run says so where it cannot, and with images held back the model calls some unknown."""
+    for fraction, rejects in ((0.0, False), (0.3, True)):
+        recipe = toy_recipe("fixmatch-lpl", "clients", {"scenario": {"validation_fraction": fraction}}, rounds=1)
+        told = Quiet()
+        execute(toy_parts(recipe), tmp_path / str(fraction), told)
+        assert any("will call nothing unknown" in text for text in told.warnings) != rejects
+        model = json.loads((tmp_path / str(fraction) / "model" / "model.json").read_text())
+        assert (model["threshold"] is not None) == rejects
 
 
 def test_new_digits_are_accepted_as_often_as_asked() -> None:

@@ -3,12 +3,14 @@
 They show what defences are worth. The attackers of a run are drawn once, and act in every round they are asked.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from semifed.data.client import ClientData
+from semifed.errors import UserError
 from semifed.payloads import Visit
 from semifed.rng import numpy_stream
 from semifed.wire import Weights
@@ -23,6 +25,18 @@ class Attack(NamedTuple):
     clients: frozenset[int]
     scale: float
     classes: int
+
+
+def refuse_idle(kind: Kind, share: float, clients: int, *, labels: str, reports: Sequence[str]) -> None:
+    """An attack that changes nothing would make any defence look perfect; `reports`: what updates hold."""
+    if kind == "none":
+        return
+    if not round(share * clients):
+        raise UserError(f"attack.share: {share:g} of {clients} clients is nobody; {1 / clients:.2g} is one of them")
+    if kind == "label-flip" and labels == "server":
+        raise UserError("attack.kind: no client holds a label that could be flipped; sign-flip works without")
+    if kind == "lie" and not set(reports) - {"weights", "samples"}:
+        raise UserError("attack.kind: this method's clients report nothing to lie about; sign-flip needs weights alone")
 
 
 def attackers(seed: int, clients: int, share: float) -> frozenset[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from semifed.adversary import Attack, attackers
+from semifed.adversary import Attack, attackers, refuse_idle
 from semifed.client_round import Workplace
 from semifed.data.client import Budget
 from semifed.data.datasets import Dataset, load
@@ -41,6 +41,14 @@ class Parts:
 def prepare_run(recipe: Recipe, dataset: Dataset | None = None) -> Parts:
     """Load data unless it is given, spread it, and check that the recipe can run, without writing anything."""
     method = recipe.build_method()
+    _, _, report, _ = payload_types(method)
+    refuse_idle(
+        recipe.attack.kind,
+        recipe.attack.share,
+        recipe.scenario.clients,
+        labels=recipe.scenario.labels,
+        reports=getattr(report, "_fields", ()),
+    )
     dataset = dataset or load(recipe.dataset, recipe.data)
     if not len(dataset.x_train):
         raise UserError(f"dataset: {recipe.dataset} has no training images (it can serve in evaluate.unseen)")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click.exceptions import NoArgsIsHelpError, UsageError
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # nothing that loads PyTorch: --help and most mistakes are an
     from semifed.recipe import Recipe
 
 app = typer.Typer(
+    suggest_commands=False,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -70,13 +72,13 @@ def run(
     ] = False,
 ) -> None:
     """Run a recipe: train, test, and write a run directory."""
-    from semifed.recipe_file import left_behind, load_recipe
+    from semifed.recipe_file import idle, left_behind, load_recipe
 
     options = {"engine.name": engine, "engine.workers": workers, "seed": seed}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     loaded = load_recipe(recipe, [*(overrides or ()), *given])
     if not quiet:
-        say_once(left_behind(recipe, loaded, overrides or ()))
+        say_once([*left_behind(recipe, loaded, overrides or ()), *idle(loaded, overrides or ())])
     out = out or _default_out(recipe, loaded)
     result = carry_out(loaded, out, resume=resume, quiet=quiet, tensorboard=tensorboard)
     if not quiet:
@@ -102,10 +104,12 @@ def sweep(
 
     out = out or Path("runs") / _stem(recipe)
     runs = grid(recipe, axes or (), seeds, floor=floor, ceiling=ceiling, reach=reach, against=against)
-    from semifed.recipe_file import left_behind
+    from semifed.recipe_file import idle, left_behind
     from semifed.report import compare_runs
 
-    say_once(line for _, loaded in runs for line in left_behind(recipe, loaded, axes or ()))
+    say_once(
+        line for _, loaded in runs for line in (*left_behind(recipe, loaded, axes or ()), *idle(loaded, axes or ()))
+    )
     waiting = unfinished(runs, out)
     refuse_what_cannot_run([loaded for name, loaded in runs if name in waiting])
     failed = carry_out_all(runs, waiting, out)
@@ -271,9 +275,15 @@ def main() -> None:
     """Entry point: 0 done, 2 the user's mistake in a line or two, 1 our fault with a traceback."""
     try:
         with leaving_at_once():
-            app()
+            sys.exit(app(standalone_mode=False))
     except UserError as error:
         _complain(str(error))
+    except NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "semifed"
+        _complain(f"{error.format_message()} See '{command} --help'.")
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

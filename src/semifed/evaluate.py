@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from semifed.client_round import ClientRecord
 from semifed.data.client import outputs_of
+from semifed.data.datasets import Dataset
 from semifed.data.scenario import UNKNOWN, Scenario
 from semifed.data.unseen import images_like
 from semifed.discovery.gallery import Gallery
@@ -60,6 +61,13 @@ class Evaluation(NamedTuple):
         return {"accepted_known": accepted, "rejected_unknown": seen, "rejected_unseen": rejected}
 
 
+def _refuse_as_unseen(name: str, dataset: Dataset) -> None:
+    """The images of the run itself hold its known classes, and `seen` is what metrics call its unknown ones."""
+    if name in ("seen", dataset.name, dataset.source):
+        is_ = "what metrics call the run's own unknown classes" if name == "seen" else "the data set of the run"
+        raise UserError(f"evaluate.unseen: '{name}' is {is_}; give a set of other classes, or another name")
+
+
 class Evaluator:
     """Tests a model on known images, on the unknown classes of the same data, and on foreign images."""
 
@@ -89,8 +97,14 @@ class Evaluator:
         taught = torch.from_numpy(np.concatenate([none, *(own.labelled for own in scenario.holdings)]))
         self._taught = _spread(taught, discover_images)
         known = scenario.test_labels != UNKNOWN
+        if not bool(known.any()):
+            raise UserError(
+                f"dataset: {dataset.name} has no test images of known classes, so nothing could be measured"
+            )
         self._known = dataset.x_test[known]
         self._truth = scenario.test_labels[known]
+        for name in unseen:
+            _refuse_as_unseen(name, dataset)
         known_test = dataset._replace(x_test=self._known)  # patches are those of known classes
         self._foreign = {name: images_like(name, known_test, seed=seed, data=data) for name in unseen}
         self._seen_unknown = dataset.x_test[~known]  # tested even where the clients hold none

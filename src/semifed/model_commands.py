@@ -10,7 +10,10 @@ from rich.text import Text
 from semifed.errors import UserError
 from semifed.terminal import say, terminal
 
-REJECTS_NOTHING = "This model calls nothing unknown: its server held no labels to set a threshold with."
+REJECTS_NOTHING = (
+    "This model calls nothing unknown: its server held no labels to set a threshold with "
+    "(scenario.validation_fraction gives it some)."
+)
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A finished run; only its model/ is used.")]
 
 

@@ -70,7 +70,7 @@ class ScenarioTable(Table):
     known: tuple[Count | Text, ...] | None = None  # names of classes or their numbers from 0; else the next, or all
     known_count: AtLeastOne | None = None  # the first so many
     subset: AtLeastOne | None = None  # training images, every class in proportion; without it all
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the known images, kept at the server
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of known images, held back at the server
 
     @model_validator(mode="after")
     def _consistent(self) -> "ScenarioTable":

@@ -62,6 +62,25 @@ def left_behind(name: str, chosen: Recipe, overrides: Sequence[str] = ()) -> lis
     ]
 
 
+def idle(chosen: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Keys that were given on the command line and do nothing beside the others."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    scenario = chosen.scenario
+    off = {
+        "privacy.": (chosen.privacy.mode == "none", "privacy.mode = 'none', and nothing is private"),
+        "attack.": (chosen.attack.kind == "none", "attack.kind = 'none'"),
+        "server.warmup_epochs": (scenario.labels != "server", f"scenario.labels = '{scenario.labels}'"),
+        "server.finetune_epochs": (scenario.labels != "server", f"scenario.labels = '{scenario.labels}'"),
+        "scenario.alpha": (scenario.partition in ("iid", "folders"), f"scenario.partition = '{scenario.partition}'"),
+    }
+    return [
+        f"{key} does nothing with {why}"
+        for key in sorted(given - {"privacy.mode", "attack.kind"})
+        for prefix, (nothing, why) in off.items()
+        if nothing and key.startswith(prefix)
+    ]
+
+
 def recipe_text(name: str) -> str:
     """The TOML text of a built-in recipe."""
     return (files("semifed") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")

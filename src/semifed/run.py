@@ -133,7 +133,9 @@ class RoundLoop:
             if self.scenario.holdings:  # nobody knows what clients elsewhere hold
                 # On one line: spread over many, the counts of 100,000 clients would be 20 MB.
                 self.rundir.write_bytes("partition.json", json.dumps(class_counts(self.scenario)).encode())
-                self._warn_of_small_clients()
+                self._warn_of_no_rejection()
+            self._warn_of_untested_classes()
+            self._warn_of_small_clients()
             server, evaluation = self._setup()
             first = 1
         else:
@@ -318,13 +320,27 @@ class RoundLoop:
         # Without warm-up nothing would be learnt of the images outside a fold.
         folds = self.recipe.evaluate.folds if self.recipe.server.warmup_epochs else 0
         accept = self.recipe.evaluate.accept
-        return rejection_threshold(self.method, self.site, self._initial, weights, accept, folds=folds)
+        validation = self.scenario.validation
+        return rejection_threshold(self.method, self.site, self._initial, weights, accept, folds, validation)
 
     def _cohort(self, round_: int) -> list[int]:
         """The clients of a round, drawn without replacement from a stream of its own."""
         rng = numpy_stream(self.recipe.seed, round_, "cohort")
         everyone = self.recipe.scenario.clients
         return sorted(rng.choice(everyone, self.recipe.cohort_size, replace=False).tolist())
+
+    def _warn_of_no_rejection(self) -> None:
+        if self.recipe.scenario.classes == "open" and self.scenario.server is None and self.scenario.validation is None:
+            self.reporter.warn(
+                "the delivered model will call nothing unknown: no labels at the server to find a threshold with; "
+                "scenario.validation_fraction=0.05 holds some images back for it"
+            )
+
+    def _warn_of_untested_classes(self) -> None:
+        tested = set(self.scenario.test_labels.tolist())
+        missing = [name for label, name in enumerate(self.scenario.class_names()) if label not in tested]
+        if missing:
+            self.reporter.warn(f"there are no test images of {', '.join(missing)}: accuracy says nothing of them")
 
     def _warn_of_small_clients(self) -> None:
         small = [

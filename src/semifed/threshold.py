@@ -1,8 +1,10 @@
 """The unknown score above which an image is called unknown, from nothing but the server's labelled images.
 
-The model has learnt these images by heart, so their own scores promise too much: a threshold that accepts 95 % of
-them accepts far fewer new ones. What new images score is therefore seen on held-out ones: models that the server
-trains without a fold of its images are asked about that fold. Such a model may be more or less sure than the
+If some are held back that nobody trains on (`scenario.validation_fraction`), it accepts the wanted share of these.
+
+Otherwise the model has learnt all of them by heart, and their own scores promise too much: a threshold that accepts
+95 % of them accepts far fewer new ones. What new images score is therefore seen on held-out ones: models that the
+server trains without a fold of its images are asked about that fold. Such a model may be more or less sure than the
 delivered one, so scores are not compared but ranks: how far up a held-out image lies among augmented views of the
 images its model has learnt. The delivered model's threshold has the same rank among its own.
 """
@@ -17,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from semifed.data.client import ClientData
 from semifed.fit import Diverged
 from semifed.methods import AnyMethod
 from semifed.net import Net
@@ -38,13 +41,24 @@ class Threshold(NamedTuple):
 
 
 def rejection_threshold(
-    method: AnyMethod, site: ServerSite, initial: Weights, delivered: Weights, accept: float, folds: int
+    method: AnyMethod,
+    site: ServerSite,
+    initial: Weights,
+    delivered: Weights,
+    accept: float,
+    folds: int,
+    validation: ClientData | None = None,
 ) -> Threshold:
     """The threshold that accepts the given share of new images of known classes.
 
     `site` is the server before its first round, `initial` the weights it starts from. Each of the folds costs another
-    warm-up; with fewer than two the threshold is a rough one.
+    warm-up; with fewer than two the threshold is a rough one. With `validation`, labelled images that nobody trains on,
+    none of this is needed.
     """
+    if validation is not None:
+        site.net.load(delivered)
+        new = scores(method, site.net, validation.views.plain(validation.images[validation.labelled]))
+        return Threshold(float(np.quantile(new, accept)), f"{len(new)} labelled images that nobody trained on")
     if site.labelled is None:
         return Threshold(None, "nothing: the server holds no labels")
     rank, source = accept, ROUGH

@@ -68,19 +68,27 @@ def read_hub_set(text: str) -> Arrays:
                 form.see(picture)
         x = [_pixels(part, image, form, text) for part in parts]
     named = getattr(features[label], "names", None)
-    values = [list(part[label]) for part in parts]
+    values = [_complete(part, label, text) for part in parts]
     classes = named or sorted(set().union(*values))
     y = [np.array(own, np.int64) if named else _places_in(classes, own) for own in values]
     names = tuple(map(str, classes))
     owner = None
     if wanted.owner is not None:  # clients are numbered in the order of their names
-        owners = list(parts[0][wanted.owner])
+        owners = _complete(parts[0], wanted.owner, text)
         owner = _places_in(sorted(set(owners)), owners)
     if test is not None:
         return Arrays(x[0], y[0], x[1], y[1], names, owner)
     kept, held = with_a_fifth_held_out(y[0], text)
     owner = None if owner is None else owner[kept]
     return Arrays(x[0][kept], y[0][kept], x[0][held], y[0][held], names, owner, undivided=True)
+
+
+def _complete(part: Any, column: str, text: str) -> list[Any]:
+    """A column; every image must have a value."""
+    values = list(part[column])
+    if None in values:
+        raise UserError(f"{text}: row {values.index(None)} has nothing in the column '{column}'")
+    return values
 
 
 def _loaded(wanted: HubName, text: str) -> Mapping[str, Any]:

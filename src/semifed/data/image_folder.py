@@ -156,7 +156,10 @@ def _subfolders(folder: Path) -> list[Path]:
 def _class_folders(folder: Path) -> dict[str, list[Path]]:
     children = _subfolders(folder)
     if not children:
-        raise UserError(f"{folder}: expected one folder of images a class, found none")
+        raise UserError(
+            f"{folder}: expected one folder of images a class, found none; a simulation needs the classes "
+            "of all images to measure itself by, images without are for semifed deploy"
+        )
     for child in children:
         if child.name != child.name.encode(errors="replace").decode():  # it would end the report, after the training
             raise UserError(f"{folder}: the class folder {child.name!r} has a name that is not UTF-8; rename it")
