@@ -88,8 +88,25 @@ def test_version_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         assert outcome.code == 0
         assert "Usage: semifed" in outcome.out
     assert "Usage: semifed" in "".join(semifed(capsys)[1:])
-    for wrong in (["rnu"], ["run"], ["run", "quickstart", "--sed", "1"], ["run", "quickstart", "--seed", "x"]):
-        assert semifed(capsys, *wrong).code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'? See 'semifed --help'."),
+        (["run"], "Missing argument 'RECIPE'. See 'semifed run --help'."),
+        (
+            ["run", "quickstart", "--sed", "1"],
+            "No such option '--sed'. Did you mean '--seed'? See 'semifed run --help'.",
+        ),
+        (
+            ["run", "quickstart", "--seed", "x"],
+            "Invalid value for '--seed': 'x' is not a valid integer. See 'semifed run --help'.",
+        ),
+    ],
+)
+def test_a_wrong_use_is_told_in_a_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    assert semifed(capsys, *arguments) == Outcome(2, "", f"error: {told}\n")
 
 
 def test_help_and_first_mistakes_do_not_load_pytorch() -> None:
@@ -237,6 +254,76 @@ def test_lines_tell_what_there_is_to_tell() -> None:
     assert warning == "warning: client 3 was left out: 'w' is torch.float32 [bold]"
 
 
+class Clock:
+    """Stands still between moments."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_can_be_far_apart_and_the_last_is_always_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, console = Clock(), Console(file=StringIO(), width=80)
+    monkeypatch.setattr("semifed.progress.monotonic", clock)
+    lines = Lines(console, pause=60)
+    lines.started(0, 10)
+    for round_ in range(1, 11):
+        clock.now = 14.0 * round_
+        lines.finished_round({**RECORD, "round": round_})
+    assert isinstance(console.file, StringIO)
+    assert [line.split()[1] for line in console.file.getvalue().splitlines()] == ["5/10", "10/10"]
+
+
+def test_a_stage_says_how_far_it_is_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, console = Clock(), Console(file=StringIO(), width=80)
+    monkeypatch.setattr("semifed.progress.monotonic", clock)
+    lines = Lines(console)
+    for epoch in range(1, 8):
+        clock.now = 4.0 * epoch
+        lines.stage("warm-up", epoch, 7)
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue() == "warm-up 3/7\nwarm-up 6/7\n"
+
+
+def test_the_bar_of_a_stage_goes_when_it_is_done() -> None:
+    console = Console(file=StringIO(), width=60, force_terminal=True, color_system=None)
+    bar = Bar(console)
+    bar.stage("warm-up", 1, 2)
+    bar.stage("warm-up", 2, 2)
+    bar.started(0, 10)
+    bar.finished_round(RECORD)
+    bar.ended()
+    assert isinstance(console.file, StringIO)
+    shown = console.file.getvalue()
+    assert "warm-up" in shown
+    assert "warm-up" not in shown.rpartition("\n")[0].splitlines()[-1]
+    assert "3/10" in shown
+
+
+def test_a_pipe_sees_how_far_the_warm_up_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.setattr("semifed.progress.STAGE_PAUSE", 0)
+    outcome = semifed(capsys, "run", recipe, "rounds=1", "server.warmup_epochs=2", "evaluate.folds=2")
+    assert outcome.code == 0, outcome
+    stages = [line for line in outcome.out.splitlines() if line.startswith(("warm-up", "threshold"))]
+    warmed = ["warm-up 1/2", "warm-up 2/2"]
+    assert stages == [*warmed, *(f"threshold {epoch}/4" for epoch in range(1, 5))]
+
+
+def test_keys_that_do_nothing_are_said(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    keys = ["privacy.noise=1", "attack.scale=2", "scenario.partition=iid", "scenario.alpha=0.1"]
+    outcome = semifed(capsys, "run", recipe, "rounds=1", *keys)
+    assert outcome.code == 0, outcome
+    assert [line for line in outcome.out.splitlines() if "does nothing" in line] == [
+        "note: attack.scale does nothing with attack.kind = 'none'",
+        "note: privacy.noise does nothing with privacy.mode = 'none', and nothing is private",
+        "note: scenario.alpha does nothing with scenario.partition = 'iid'",
+    ]
+    assert "does nothing" not in semifed(capsys, "run", recipe, "rounds=1", "attack.kind=sign-flip").out
+
+
 def test_the_bar_keeps_the_last_metrics_and_shows_the_cursor_again() -> None:
     console = Console(file=StringIO(), width=60, force_terminal=True, color_system=None)
     bar = Bar(console)
@@ -276,9 +363,9 @@ def test_who_holds_what_is_shown_for_every_regime(
 ) -> None:
     """Also where the recipe's method could not train: a look at the data needs no method."""
     regime = [f"scenario.classes={classes}", "scenario.known_count=6"]
-    outcome = semifed(capsys, "partition", recipe, *regime, "--out", "who.png")
+    outcome = semifed(capsys, "partition", recipe, *regime, "--out", "pictures/who.png")
     assert outcome.code == 0
-    assert Path("who.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("pictures/who.png").read_bytes().startswith(b"\x89PNG")
     clients = tiny_tables()["scenario"]["clients"]
     assert [line.split()[0] for line in outcome.out.splitlines() if line.strip()[:1].isdigit()] == [
         str(client) for client in range(clients)

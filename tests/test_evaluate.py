@@ -124,6 +124,37 @@ def test_nothing_is_said_of_unknowns_where_there_are_none() -> None:
     assert evaluation.at_threshold(4.0)["rejected_unknown"] is None
 
 
+def test_without_test_images_of_known_classes_nothing_could_be_measured() -> None:
+    dataset, _, _ = random_answers(0)
+    unknown = dataset.y_test >= 3
+    with pytest.raises(UserError, match="has no test images of known classes, so nothing could be measured"):
+        evaluation_of(dataset._replace(x_test=dataset.x_test[unknown], y_test=dataset.y_test[unknown]))
+
+
+def test_a_class_without_test_images_is_said(tmp_path: Path) -> None:
+    dataset = toy_dataset()
+    kept = dataset.y_test != 1
+    recipe = toy_recipe("fixmatch-lpl", "server", rounds=1)
+    told = Quiet()
+    execute(
+        toy_parts(recipe, dataset._replace(x_test=dataset.x_test[kept], y_test=dataset.y_test[kept])), tmp_path, told
+    )
+    assert "there are no test images of class 1: accuracy says nothing of them" in told.warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("seen", "what metrics call the run's own unknown classes"),
+        ("toys", "the data set of the run"),
+        ("folder:pictures", "the data set of the run"),
+    ],
+)
+def test_the_own_images_of_a_run_are_not_unseen(name: str, told: str) -> None:
+    with pytest.raises(UserError, match=f"^evaluate.unseen: '{name}' is {told}; give a set of other classes"):
+        evaluation_of(toy_dataset()._replace(name="toys", source="folder:pictures"), unseen=(name,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spoken(Method):
     """Logits made of an image's first pixels, and an unknown score of its own."""

@@ -120,6 +120,15 @@ def test_a_damaged_image_is_told_in_a_line(tmp_path: Path) -> None:
         load(f"hub:{tmp_path / 'broken'}")
 
 
+@pytest.mark.parametrize(("options", "column"), [("", "label"), ("?owner=who", "who")])
+def test_a_row_without_a_value_is_told(tmp_path: Path, options: str, column: str) -> None:
+    labels, owners = ([0, None, 1], ["a", "b", "c"]) if column == "label" else ([0, 1, 1], ["a", None, "c"])
+    part = hub_set([GREY] * 3, labels, datasets.ClassLabel(names=["cat", "dog"]), who=owners)
+    datasets.DatasetDict(train=part, test=part).save_to_disk(tmp_path / "gap")
+    with pytest.raises(UserError, match=f"^hub:.*gap.*: row 1 has nothing in the column '{column}'$"):
+        load(f"hub:{tmp_path / 'gap'}{options}")
+
+
 def test_a_name_is_needed() -> None:
     with pytest.raises(UserError, match="expected the name of a data set"):
         HubName.parse("hub:?label=x")
