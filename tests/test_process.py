@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from semifed.process import available_cores, keep_freed_memory, settle, time_share
+from semifed.process import available_cores, keep_freed_memory, named_in, processor, settle, time_share
 
 
 def test_a_process_that_trains_has_one_thread() -> None:
@@ -67,3 +67,17 @@ def test_a_container_s_share_of_the_processor(limits: dict[str, str], cores: int
     assert time_share(groups, own) is None
     assert time_share(groups, tmp_path / "absent") is None
     assert available_cores() >= 1
+
+
+def test_processors_that_share_a_name_are_told_apart() -> None:
+    """They may round otherwise, and what is kept on disk for later runs, or stands in a table, is of one of them."""
+    second = "processor\t: 1\nmodel\t\t: 9\n"
+    one, other = (
+        f"processor\t: 0\nvendor_id\t: A\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: An EPYC\n\n{second}"
+        for family, model in ((25, 17), (26, 2))
+    )
+    assert named_in(one) == "An EPYC family 25 model 17"
+    assert named_in(other) == "An EPYC family 26 model 2"
+    assert named_in("processor\t: 0\nmodel name\t: Plain\n") == "Plain"
+    assert named_in("processor\t: 0\nCPU part\t: 0xd0c\n") is None
+    assert processor().strip()

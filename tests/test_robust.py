@@ -17,7 +17,7 @@ from semifed.errors import UserError
 from semifed.payloads import Down, Up, Visit
 from semifed.recipe import check_recipe
 from semifed.replies import checked
-from semifed.robust import TOGETHER, absurd, change_norms, defence, krum_scores, refuse_idle
+from semifed.robust import TOGETHER, absurd, change_norms, defence, krum_scores, refuse_idle, squared_distances
 from semifed.run import execute
 from semifed.wire import Weights
 from test_flower import model_of, rounds_of
@@ -91,12 +91,13 @@ def test_large_weights_are_compared_in_parts(steps: str, count: int) -> None:
 
 @pytest.mark.parametrize("hostile", [0, 1, 3])
 def test_krums_scores_in_loops(hostile: int) -> None:
-    changes = np.random.default_rng(3).normal(size=(8, 5))
+    models = np.random.default_rng(3).normal(size=(8, TOGETHER + 5))
+    weights = [{"a": torch.from_numpy(row[:-3]), "b": torch.from_numpy(row[-3:]).view(1, 3)} for row in models]
     expected = []
     for i in range(8):
-        distances = sorted(((changes[i] - changes[j]) ** 2).sum() for j in range(8) if j != i)
+        distances = sorted(((models[i] - models[j]) ** 2).sum() for j in range(8) if j != i)
         expected.append(sum(distances[: 8 - hostile - 2]))
-    np.testing.assert_allclose(krum_scores(torch.from_numpy(changes), hostile), expected, rtol=1e-9)
+    np.testing.assert_allclose(krum_scores(squared_distances(weights), hostile), expected, rtol=1e-9)
 
 
 def test_krum_leaves_out_the_far_ones() -> None:

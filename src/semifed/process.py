@@ -83,9 +83,16 @@ def computes_bfloat16(device: str) -> bool:
 @cache
 def processor() -> str:
     """What the system calls it."""
-    described = Path("/proc/cpuinfo")
-    if described.exists():
-        for line in described.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    named = named_in(cpuinfo.read_text()) if cpuinfo.exists() else None
+    return named or platform.processor() or platform.machine()
+
+
+def named_in(cpuinfo: str) -> str | None:
+    """The first processor of such a file, with family and model: virtual machines give unlike ones the same name."""
+    first = cpuinfo.partition("\n\n")[0]
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    if "model name" not in told:
+        return None
+    kind = [f"{word} {told[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in told]
+    return " ".join([told["model name"], *kind])

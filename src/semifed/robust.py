@@ -160,23 +160,32 @@ def trimmed_mean(updates: list[Any], received: Weights, share: float | None) -> 
     return _unanimous(updates, trimmed)
 
 
-def krum_scores(changes: Tensor, hostile: int) -> Tensor:
-    """Krum's score of each change [n, weights]: the sum of squared distances to its n − hostile − 2 nearest, [n]."""
-    count = len(changes)
-    distances = torch.cdist(changes, changes, compute_mode="donot_use_mm_for_euclid_dist").square()
+def squared_distances(models: Sequence[Weights]) -> Tensor:
+    """Between every two of them over all weights, [models, models]; in parts, or all would be there at once."""
+    total = torch.zeros(len(models), len(models), dtype=torch.float64)
+    for name in models[0]:
+        for part in zip(*(one[name].flatten().split(TOGETHER) for one in models), strict=True):
+            told = torch.stack(part).double()
+            total += torch.cdist(told, told, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return total
+
+
+def krum_scores(distances: Tensor, hostile: int) -> Tensor:
+    """Krum's score of each update: the sum of squared distances [n, n] to its n − hostile − 2 nearest, [n]."""
+    count = len(distances)
     near = max(min(count - hostile - 2, count - 1), 1)
     others = distances + torch.diag(torch.full((count,), torch.inf, dtype=distances.dtype))
     return others.sort(dim=1).values[:, :near].sum(dim=1)
 
 
-def krum(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
+def krum(updates: list[Any], _: Weights, share: float | None) -> list[Any]:
     """Only the update nearest to its neighbours goes on, where that share of the clients may be hostile."""
-    return _nearest("krum", updates, received, share, kept=lambda count, hostile: 1)
+    return _nearest("krum", updates, share, kept=lambda count, hostile: 1)
 
 
-def multi_krum(updates: list[Any], received: Weights, share: float | None) -> list[Any]:
+def multi_krum(updates: list[Any], _: Weights, share: float | None) -> list[Any]:
     """All but the hostile share of the updates go on, those nearest to their neighbours."""
-    return _nearest("multi-krum", updates, received, share, kept=lambda count, hostile: max(count - hostile, 1))
+    return _nearest("multi-krum", updates, share, kept=lambda count, hostile: max(count - hostile, 1))
 
 
 STEPS: dict[str, Callable[[list[Any], Weights, float | None], list[Any]]] = {
@@ -210,16 +219,14 @@ def _least_one(step: str, share: float | None, clients: int) -> int:
     return max(1, _left_out(step, share, clients))
 
 
-def _nearest(
-    step: str, updates: list[Any], received: Weights, share: float | None, kept: Callable[[int, int], int]
-) -> list[Any]:
-    learnt = [index for index, one in enumerate(updates) if float(one.samples) > 0]
+def _nearest(step: str, updates: list[Any], share: float | None, kept: Callable[[int, int], int]) -> list[Any]:
+    learnt = [one for one in updates if float(one.samples) > 0]
     if len(learnt) < FEWEST:
         return updates
     hostile = (_left_out if step == "krum" else _least_one)(step, share, len(learnt))
-    changes = torch.stack([_change(updates[index].weights, received) for index in learnt])
-    order = krum_scores(changes, hostile).argsort(stable=True)[: kept(len(learnt), hostile)]
-    return [updates[learnt[place]] for place in sorted(order.tolist())]
+    scores = krum_scores(squared_distances([one.weights for one in learnt]), hostile)
+    order = scores.argsort(stable=True)[: kept(len(learnt), hostile)]
+    return [learnt[place] for place in sorted(order.tolist())]
 
 
 def _unanimous(updates: list[Any], combined: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -236,15 +243,6 @@ def _unanimous(updates: list[Any], combined: Callable[[Tensor], Tensor]) -> list
         value = torch.cat([combined(torch.stack(part, dim=1).sort(dim=1).values) for part in told]).view(tensor.shape)
         model[name] = (value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype)
     return [one._replace(weights=model) if float(one.samples) > 0 else one for one in updates]
-
-
-def _change(weights: Weights, received: Weights) -> Tensor:
-    return _flat(weights.values()) - _flat(received[name] for name in weights)
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All numbers one after the other, in double precision."""
-    return _joined(tensors).double()
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
