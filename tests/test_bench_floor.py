@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from semifed.assembly import workplace_of
 from semifed.bench import precision
-from semifed.bench.floor import Measured, _share, against_floor, seconds_of_a_test
+from semifed.bench.floor import LARGE, Measured, _share, against_floor, large_products, seconds_of_a_test
 from semifed.bench.measuring import ratio, spread, take_turns
 from semifed.bench.precision import lower_precision
 from semifed.bench.replaying import Replayer
@@ -158,6 +159,13 @@ def test_all_of_the_workers_time_is_accounted_for() -> None:
     assert where["server"] == pytest.approx(0.5 / 2.0)
     assert where["idle"] == pytest.approx((2 * 1.5 - 2.4) / 4.0)
     assert where["views"] == pytest.approx(0.2 * 2.4 / 4.0)
+
+
+def test_operations_of_large_products_are_those_that_pytorch_counts() -> None:
+    for kind, compute in large_products().items():
+        with FlopCounterMode(display=False) as counter:
+            compute()
+        assert LARGE[kind] == pytest.approx(counter.get_total_flops() / 1e9)
 
 
 @pytest.mark.slow
