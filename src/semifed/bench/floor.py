@@ -3,8 +3,8 @@
 There are two: a bare loop of PyTorch's, and one whose batch norms compute by our kernels, as semifed's do.
 The passes are not written down by hand: a real round of the kind that is measured is watched, and what it passed
 through its networks within optimiser steps is done again on batches that already lie there. How near all of that is to
-what the processor can do at all is told by large matrix products and convolutions, whichever are faster on it (they come
-from libraries of two vendors), which the same processes do in the same turn.
+what the processor can do at all is told by large matrix products and convolutions, whichever are faster on it (their
+libraries are those of two vendors), which the same processes do in the same turn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
