@@ -433,12 +433,13 @@ def test_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = whole_run(tmp_path / "run")
     (run / "report.html").write_text("the one before", encoding="utf-8")
 
-    def full_disk(self: Path, text: str, encoding: str) -> int:
-        self.write_bytes(text[:100].encode(encoding))
+    def full_disk(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:100])
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full_disk)
+        patch.setattr(Path, "write_bytes", full_disk)
         with pytest.raises(UserError, match=r"report.html cannot be written: No space"):
             write_report(run)
     assert (run / "report.html").read_text(encoding="utf-8") == "the one before"

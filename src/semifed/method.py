@@ -33,10 +33,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
-ONLY_KNOWN = {
-    "novel": "it can only name known classes; the nearest setting that works is scenario.classes=open, "
-    "the nearest methods that do are fedlpa and fed-gcd, with labels at clients"
-}
+ONLY_KNOWN = {"novel": "it names no new classes (fedlpa, fed-gcd do); the nearest that works is scenario.classes=open"}
 CLIENT_LABELS = {
     **ONLY_KNOWN,
     "server": "no client holds a label; the nearest method that works is server-only",
